@@ -26,13 +26,14 @@ from accumfused import clip, schedule
 from accumfused.auditing.calls import audit
 from accumfused.auditing.report import AuditReport
 from accumfused.batch_norm import BatchNormWarning, check_model
-from accumfused.clip import PerTensor as PerTensor  # these and those of `schedule`: their older names
+from accumfused.clip import PerTensor as PerTensor  # these and those of `schedule`: other names of theirs
 from accumfused.clip import RunningMean as RunningMean
 from accumfused.clip import ZScore as ZScore
 from accumfused.core.metrics import Metrics
 from accumfused.core.noise import NoiseEstimate
 from accumfused.loop.batch_size import gradient_accumulation_steps as gradient_accumulation_steps
 from accumfused.loop.batch_size import scale_lr as scale_lr
+from accumfused.loop.batch_size import updates as updates
 from accumfused.loop.batch_size import updates_per_epoch as updates_per_epoch
 from accumfused.loop.batches import windows
 from accumfused.loop.clip_group import ClipGroup

@@ -49,14 +49,17 @@ def check_groups(
         raise ValueError("norm_group= has one norm over all processes; leave the groups' own max_grad_norm out")
 
 
-def check_formats(rule: type[Rule], params: list[Tensor], settings: Settings) -> None:
-    """Refuses parameters and states that the settings cannot keep."""
+def check_formats(rule: type[Rule], group: Mapping[str, Any], params: Sequence[Tensor], settings: Settings) -> None:
+    """Refuses parameters and states of a group that the settings cannot keep, and an eps too small for them."""
     kinds.check_states(rule, settings)
     for param in params:
         if isinstance(param, Tensor) and param.dtype in (torch.float16, torch.bfloat16):
             kinds.check_master_weights(param.dtype, settings.master_weights)
         if isinstance(param, Tensor) and param.dtype == torch.float64 and param.requires_grad:
             backends.check(settings.backend, dtype=torch.float64)
+    if rule.eps_beside:
+        forms = {kinds.format_of(rule, param, settings) for param in params if isinstance(param, Tensor)}
+        kinds.check_eps(group["eps"], max((kinds.least_eps(rule, form) for form in forms), default=0.0))
 
 
 def check_parameters(params: list[Tensor]) -> None:

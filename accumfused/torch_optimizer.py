@@ -86,7 +86,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         """
         accepted.check_settings(settings, self.rules, self.param_groups, self.defaults)
         for group in self.param_groups:
-            accepted.check_formats(self._rule_of(group), group["params"], settings)
+            accepted.check_formats(self._rule_of(group), group, group["params"], settings)
         self._engine = Engine(self, settings, _SURROUNDINGS)
 
     def __repr__(self) -> str:
@@ -119,7 +119,8 @@ class TorchOptimizer(torch.optim.Optimizer):
             TypeError: a parameter that requires a gradient and is not fp32, fp16, bf16 or fp64.
             RuntimeError: a complex parameter, or one that overlaps itself.
             ValueError: a parameter that is listed twice, or whose dtype `master_weights` does not serve; amsgrad with
-                8-bit states; a setting other than `max_grad_norm` for one group alone, or that for some groups only.
+                8-bit states; an eps too small for the states; a setting other than `max_grad_norm` for one group alone,
+                or that for some groups only.
         """
         if isinstance(param_group, dict) and hasattr(self, "_engine"):
             every = [*self.param_groups, param_group]
@@ -131,7 +132,8 @@ class TorchOptimizer(torch.optim.Optimizer):
             accepted.check_parameters(params)
             engine = getattr(self, "_engine", None)  # None: torch's constructor calls this too
             if engine is not None:
-                accepted.check_formats(self._rule_of(self.defaults | param_group), params, engine.settings)
+                group = self.defaults | param_group
+                accepted.check_formats(self._rule_of(group), group, params, engine.settings)
                 if engine.during_backward is not None:
                     engine.during_backward.follow(params)
         super().add_param_group(param_group)
@@ -159,6 +161,9 @@ class TorchOptimizer(torch.optim.Optimizer):
             nonlocal window, formatted, histories
             loaded, histories = history.without_histories(loaded)
             checkpoint.check(self, loaded)
+            for own, group in zip(self.param_groups, loaded["param_groups"], strict=False):  # torch compares them
+                group = {**self.defaults, **group}
+                accepted.check_formats(self._rule_of(group), group, own["params"], engine.settings)
             loaded = history.with_limits(self.param_groups, loaded)
             accepted.check_groups(engine.settings, self.rules, loaded["param_groups"], self.defaults)
             loaded, window = checkpoint.without_window(self, loaded)

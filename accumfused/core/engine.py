@@ -100,6 +100,8 @@ class Engine:
             observer.check(plan.exchange, weight)
         if last and plan.exchange.is_alone:  # else other processes may have weights
             self.window.weights.check_total(weight)
+        if self.window.is_open:
+            self.window.habits.watch_leaks()
         return plan, grads, present
 
     def enter(self, plan: Plan, grads: Grads, weight: Number | None) -> None:
@@ -107,6 +109,8 @@ class Engine:
         if not self.window.is_open:
             plan.exchange.check(plan, weight, in_loss=True)
         self.window = self.window.check(plan, grads, weight, in_loss=True)
+        if self.window.is_open:
+            self.window.habits.watch_leaks()
         if not plan.exchange.is_alone:
             self._bring_to_unit_one(plan)
         self.window = self.window.entered(plan, weight, in_loss=True)
@@ -295,6 +299,7 @@ class Engine:
         plan, taken = self._taken()
         if not taken.present and settings.norm_group is None:  # else others wait for this process's part of the norm
             return None
+        plan.check_eps(groups)
         if self.window.phase is not Phase.IDLE:  # whose end drops the sums; other gradients the user's code releases
             plan.record(taken.sums)
         matched = plan.reader.match(taken.sums)

@@ -1,4 +1,4 @@
-"""Bad habits of a training loop: dropped windows, parameters written within one, gradients that are never reset."""
+"""Bad habits of a training loop: windows dropped or left open, parameters written within one, gradients never reset."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ class Habits:
 
     Attributes:
         from_windows: how many micro-batches all loops of this process have got from `windows` so far.
+        iterations: iterations of `windows` that have not ended, by their latest items; each with its window's number.
     """
 
     from_windows: ClassVar[int] = 0
+    iterations: ClassVar[dict[object, int]] = {}
 
     def __init__(self) -> None:
         # Of the window's parameters, those from the first on, every so many: the sum of their versions when it began.
@@ -30,6 +32,42 @@ class Habits:
         # Of a p.grad that the last step has taken: its id and version (a weak reference would forbid torch to swap it),
         # and `from_windows` at that step. A new gradient at that id has another version: its window's writes alone.
         self._taken = self._taken_version = self._taken_at = 0
+        self._begun_in: dict[object, int] = {}  # `iterations` when the open window began; empty: it may go on anywhere
+        self._warned_of_leaks = False
+
+    @classmethod
+    def count_item(cls, iteration: object, window: int) -> None:
+        """Counts an item of an iteration of `windows`, which is the latest one now."""
+        cls.from_windows += 1
+        cls.iterations.pop(iteration, None)
+        cls.iterations[iteration] = window
+
+    def begin(self) -> None:
+        """Notes in which iterations of `windows` a window begins."""
+        self._begun_in = self.iterations.copy()
+
+    def resumed(self) -> None:
+        """Notes that the open window goes on in another iteration on purpose."""
+        self._begun_in = {}
+
+    def watch_leaks(self) -> None:
+        """Warns, before a micro-batch enters an open window, if the iteration that began it has left it open.
+
+        All that it began in have ended or gone on to other windows, and this micro-batch is of an iteration that began
+        later. So an inner loop's iterations may come and go while the window of an outer one is open, and a loop may
+        pass over the end of a window on purpose.
+        """
+        if self._warned_of_leaks or not self._begun_in or not self.iterations:
+            return
+        if next(reversed(self.iterations)) in self._begun_in or self._begun_in.items() & self.iterations.items():
+            return
+        warn(
+            "this micro-batch enters a window that an earlier iteration of windows() has left open (by a break, an "
+            "exception, or a continue before step()?), so the step will take micro-batches of both; call "
+            "optimizer.zero_grad() after such a loop, or optimizer.step(); if the window is to go on, "
+            "windows(resumed=optimizer) completes it"
+        )
+        self._warned_of_leaks = True
 
     def see(self, plan: Plan) -> None:
         """Notes the versions of some parameters, others in each window: all writes so far are our own."""

@@ -20,6 +20,7 @@ from accumfused.core.reader import TableReader, TensorReader
 from accumfused.core.rows import Grads, Row
 from accumfused.core.skips import Skips
 from accumfused.core.streams import StreamUses
+from accumfused.formats import kinds
 from accumfused.rules import Rule
 
 
@@ -81,6 +82,20 @@ class Plan:
     def is_spread(self) -> bool:
         """Whether some rows are shards of their parameters."""
         return any(row.shard is not None for row in self.rows)
+
+    @cached_property
+    def least_eps(self) -> list[float]:
+        """The least eps of each group, but 0, that all its formats take; 0 where any may be."""
+        least = [0.0] * len(self.rules)
+        for row in self.rows:
+            least[row.group] = max(least[row.group], kinds.least_eps(row.rule, row.form))
+        return least
+
+    def check_eps(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Refuses an eps that has become too small since the groups were made."""
+        for least, group in zip(self.least_eps, param_groups, strict=True):
+            if least:
+                kinds.check_eps(group["eps"], least)
 
     def unchanged(self, *, with_states: bool) -> bool:
         """Tells whether the memory of groups (and of states) is still this plan's; one of several devices asks."""

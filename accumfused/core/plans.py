@@ -155,11 +155,10 @@ def build(optimizer: Callable[[], Any], rules: list[type[Rule]], settings: Setti
     params = [row.owned for row in rows]
     devices = {row.param.device for row in rows if has_memory(row.param)}
     check_memory([param for param in params if has_memory(param) and not is_freed(param) and param.numel()])
-    for row in rows:
-        storage = row.storage
-        for slot in () if storage is None else storage.slots():
-            if slot is not None:
-                check_size(slot, "state")
+    for row in rows:  # also states of other formats, which are converted
+        for value in row.entries.values():
+            if isinstance(value, Tensor) and has_memory(value):
+                check_size(value, "state")
     device = next((param.device for param in params if has_memory(param)), torch.device("cpu"))
     is_double = any(row.form.dtype == torch.float64 and row.param.requires_grad for row in rows)
     dtype = torch.float64 if is_double else torch.float32

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -26,7 +26,7 @@ from accumfused.core.rows import (
     check_gradient,
     check_parameter,
     check_size,
-    is_freed,
+    is_short,
     overwritten,
 )
 from accumfused.formats import shards
@@ -44,6 +44,9 @@ def _own_uses() -> int:
     return int(storage_uses(tensor.untyped_storage()._cdata))
 
 
+# Gradients on a CPU whose storages' sizes are looked at in each call: of so many elements, which take 400 us to step on
+# one core, where a look takes 1.5 us. To read far beyond an end would end the process.
+_LARGE = 1 << 17
 OWN_REFERENCES = _own_references()  # to `param.grad` as it is read, if nothing else holds the gradient
 storage_uses = torch._C._storage_Use_Count  # of a storage, by its address
 OWN_USES = _own_uses()  # of one with a single tensor
@@ -157,9 +160,10 @@ class TensorReader:
             self._checked.add(index)
         check_gradient(tensor, grad, self._dtypes)
         in_memory = type(grad) is Tensor and not grad.is_neg() and not grad._is_zerotensor()
-        if in_memory and is_freed(grad):  # torch's kernels read at address 0
+        is_laid_out = in_memory and grad.stride() == tensor.stride()
+        if in_memory and (not is_laid_out or is_short(grad)):  # torch's kernels read beyond its end
             check_size(grad, "gradient")
-        if in_memory and grad.stride() == tensor.stride():
+        if is_laid_out:
             return grad
         return torch.empty_like(tensor, dtype=grad.dtype, requires_grad=False).copy_(grad.detach())
 
@@ -186,6 +190,7 @@ class TableReader(TensorReader):
         # The lists at which the table's rows point: a list that is the same object is not read again.
         self._grads: weakref.ref[Grads] | None = None
         self._sums: weakref.ref[Grads] | None = None
+        self._watched: Sequence[int] = range(len(rows)) if device.type == "cpu" else ()  # at first all
         self.remember()
 
     def remember(self) -> None:
@@ -236,7 +241,21 @@ class TableReader(TensorReader):
 
     def match(self, grads: Grads) -> Grads:
         """Points the table at the gradients as they are, or returns copies that kernels read."""
-        return grads if self._point(grads) < 0 else super().match(grads)
+        is_sum = self._sums is not None and self._sums() is grads
+        if self._point(grads) >= 0:
+            return super().match(grads)
+        if self._watched and not is_sum:
+            self._refuse_short(grads)
+        return grads
+
+    def _refuse_short(self, grads: Grads) -> None:
+        """Refuses gradients whose storages were made smaller: all in the plan's first call, then the large ones."""
+        for index in self._watched:
+            grad = grads[index]
+            if grad is not None and is_short(grad):
+                check_size(grad, "gradient")
+        if len(self._watched) == len(self._rows):
+            self._watched = [index for index, row in enumerate(self._rows) if row.tensor.numel() >= _LARGE]
 
     def pointed_at(self, grads: Grads, sums: Grads | None = None, *, overwrites: bool = False) -> Any:
         """Points the table's rows at (matched) gradients, and at sums, as long as the lists live; returns the table.

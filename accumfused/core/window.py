@@ -148,6 +148,7 @@ class Window:
         if plan.device.type == "cpu":  # a micro-batch's gradients, and as much for what lies between them
             keep_freed(2 * 4 * plan.numel)
         window.habits.see(plan)
+        window.habits.begin()
         return window
 
     def borrowing(self, plan: Plan) -> Window:

@@ -90,6 +90,9 @@ class States(StateFormat, Enum):
 
 _WEIGHTS = {(weights.dtype, option): weights for weights in Weights for option in weights.options}
 _STATES = {states.option: states for states in States}
+# The least eps but 0, and that of 8-bit states. A moment below 2^-126 (in 8-bit blocks 2^-94) is stored as 0: its root
+# is at most a thousandth of this.
+_LEAST_EPS = {"root": (1e-16, 1e-11), "square": (1e-32, 1e-22)}
 _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
 
@@ -175,6 +178,29 @@ def check_states(rule: type[Rule], settings: Settings) -> None:
         raise ValueError(
             f"state_dtype='8bit' does not go with {what}, {rule.needs_16_bits}; use "
             f"state_dtype=torch.float32 or torch.bfloat16{remedy}"
+        )
+
+
+def least_eps(rule: type[Rule], form: Format) -> float:
+    """Returns the least eps, but 0, that a parameter of this format may have; 0 where any may."""
+    if not rule.eps_beside or form.dtype == torch.float64:
+        return 0.0
+    return _LEAST_EPS[rule.eps_beside][form.states is States.INT8]
+
+
+def check_eps(eps: float | Tensor, least: float) -> None:
+    """Refuses an eps below the least, unless it is 0: a first moment is kept where a second one is stored as 0.
+
+    A tensor on a GPU is not read.
+
+    Raises:
+        ValueError: that.
+    """
+    if not (isinstance(eps, Tensor) and eps.device.type != "cpu") and 0 < eps < least:
+        raise ValueError(
+            f"eps={float(eps):g} is too small: second moments below 2^-126 (with 8-bit states, 2^-94) are stored as 0, "
+            f"and steps would be many times too large; give eps=0 or one of at least {least:g} (fp64 parameters "
+            "take any)"
         )
 
 

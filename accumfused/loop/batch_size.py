@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, SupportsFloat, get_args
 
 from accumfused.arguments import checked_whole
@@ -45,10 +46,54 @@ def scale_lr(base_lr: float, base_batch: int, effective_batch: int, rule: LrRule
     return float(base_lr) * (factor if rule == "linear" else math.sqrt(factor))
 
 
+def updates(
+    micro_batches: int,
+    gradient_accumulation_steps: int | Callable[[int], int],
+    *,
+    start: int = 0,
+    epochs: int = 1,
+    across: bool = True,
+) -> int:
+    """Counts the updates of a training, short windows included: a scheduler's `total_steps` or `T_max`.
+
+    The first arguments are those of `windows(loader, gradient_accumulation_steps, start=start, epochs=epochs)`.
+
+    Args:
+        micro_batches: micro-batches in an epoch: `len(loader)`.
+        gradient_accumulation_steps: micro-batches in a window, or a function that returns them for an update's index.
+        start: the index of the first update, for such a function.
+        epochs: how often the loader is gone through.
+        across: True: a window goes on over an epoch's end, as with `windows(epochs=)`, and only the last epoch
+            has a short one. False: `windows` begins anew in each epoch, whose last window may be short. (A function's
+            index goes on, as where each epoch gives `start=`.)
+
+    Raises:
+        ValueError: a number is not whole, or too small.
+
+    Examples:
+        >>> updates(3, 8, epochs=100)
+        38
+        >>> updates(3, 8, epochs=100, across=False)
+        100
+    """
+    count, epochs = checked_whole(micro_batches, "micro_batches"), checked_whole(epochs, "epochs")
+    passes, length = (1, epochs * count) if across else (epochs, count)
+    first = update = checked_whole(start, "start", 0)
+    if not callable(gradient_accumulation_steps):
+        return passes * -(-length // checked_whole(gradient_accumulation_steps, "gradient_accumulation_steps"))
+    for _ in range(passes):
+        left = length
+        while left > 0:
+            left -= checked_whole(gradient_accumulation_steps(update), "gradient_accumulation_steps")
+            update += 1
+    return update - first
+
+
 def updates_per_epoch(micro_batches: int, gradient_accumulation_steps: int) -> int:
     """Counts the updates of an epoch over `windows(loader, gradient_accumulation_steps)`, a short last window included.
 
-    A scheduler takes this number as `steps_per_epoch`, or times the epochs as `total_steps` or `T_max`.
+    A scheduler takes this number as `steps_per_epoch` where each epoch has windows of its own. `windows(epochs=)` makes
+    fewer: `updates` counts the updates of several epochs, with and without windows over their ends.
 
     Args:
         micro_batches: micro-batches in an epoch: `len(loader)`.
@@ -61,8 +106,8 @@ def updates_per_epoch(micro_batches: int, gradient_accumulation_steps: int) -> i
         >>> updates_per_epoch(10, 4)
         3
     """
-    count = checked_whole(micro_batches, "micro_batches")
-    return -(-count // checked_whole(gradient_accumulation_steps, "gradient_accumulation_steps"))
+    checked_whole(gradient_accumulation_steps, "gradient_accumulation_steps")
+    return updates(micro_batches, gradient_accumulation_steps)
 
 
 def gradient_accumulation_steps(effective_batch: int, per_device: int, world_size: int = 1) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from accumfused.arguments import checked_whole
 from accumfused.core.habits import Habits
@@ -12,6 +12,7 @@ from accumfused.optimizer import FusedOptimizer, check_fused
 from accumfused.warn import warn
 
 Item = TypeVar("Item")
+_END, _UNREAD = object(), object()
 
 
 class Windows(Generic[Item]):
@@ -43,24 +44,43 @@ class Windows(Generic[Item]):
         return self._epochs * len(self._iterable)
 
     def __iter__(self) -> Iterator[tuple[Item, bool]]:
-        items = itertools.chain.from_iterable(self._iterable for _ in range(self._epochs))
         try:
-            ended = _with_length(items, len(self))
+            length: int | None = len(self)
         except TypeError:  # a DataLoader over an iterable dataset has a __len__ that raises
-            ended = _with_end(items)
-        return self._cut(ended)
+            length = None
+        return self._cut(itertools.chain.from_iterable(self._iterable for _ in range(self._epochs)), length)
 
-    def _cut(self, items: Iterable[tuple[Item, bool]]) -> Iterator[tuple[Item, bool]]:
-        update, left = self._start, 0
-        window = None if self._resumed is None else self._resumed._engine.window
-        begun = 0 if window is None or not window.is_open else window.weights.count  # of the first window
-        for item, ends in items:
-            if left == 0:
-                left = max(1, _checked(self._steps(update)) - begun)
-                update, begun = update + 1, 0
-            left = 0 if ends else left - 1
-            Habits.from_windows += 1
-            yield item, left == 0
+    def _cut(self, items: Iterator[Item], length: int | None) -> Iterator[tuple[Item, bool]]:
+        iteration, update, left, count = object(), self._start, 0, 0
+        begun = self._begun()  # of the first window
+        try:
+            following: Item | object = _UNREAD
+            while (item := next(items, _END) if following is _UNREAD else following) is not _END:
+                if left == 0:
+                    left = max(1, _checked(self._steps(update)) - begun)
+                    update, begun = update + 1, 0
+                left, count = left - 1, count + 1
+                # Only within a window: an update comes after the last micro-batch, and the next item may depend on it.
+                following = next(items, _END) if left and length is None else _UNREAD
+                if following is _END or count == length:
+                    left = 0
+                Habits.count_item(iteration, update)
+                yield cast(Item, item), left == 0
+        finally:
+            Habits.iterations.pop(iteration, None)
+        if length not in (None, count):
+            warn(
+                f"the iterable ended after {count} items, its len() says {length}: the last window may not be closed; "
+                "call optimizer.step() once more, or pass an iterable without len()"
+            )
+
+    def _begun(self) -> int:
+        """Returns how many micro-batches the first window has already."""
+        if self._resumed is None or not self._resumed._engine.window.is_open:
+            return 0
+        window = self._resumed._engine.window
+        window.habits.resumed()
+        return window.weights.count
 
 
 def windows(
@@ -74,7 +94,8 @@ def windows(
     """Cuts an iterable of micro-batches into windows: yields (item, last), `last` at the end of each.
 
     The iterable's end closes the last window, even a shorter one. An iterable with `len()` passes its items on as they
-    come; one without is read one item ahead.
+    come. One without is read one item ahead within a window, to see its end, and never over the update after it: what
+    it computes from the weights (a rollout, an evaluation between epochs) is computed from the updated ones.
 
     Args:
         iterable: micro-batches, a DataLoader for instance.
@@ -84,6 +105,7 @@ def windows(
             micro-batches that it has, and the iterable begins with the next one. Step a complete one before.
         epochs: how often the iterable is gone through. A window goes on over an epoch's end; the last one's closes it.
             Nothing calls a sampler's `set_epoch`: where there is one, pass a generator that calls it.
+            `schedule.updates` counts the updates.
 
     Returns:
         An iterable of (item, last), with the len() of all epochs if the iterable has one.
@@ -91,6 +113,9 @@ def windows(
     Raises:
         ValueError: a number of steps or epochs below 1, or `start` below 0.
         TypeError: `resumed` is not an optimizer of accumfused; several epochs of an iterator, which ends once.
+
+    Warns:
+        AccumulationWarning: `len()` was wrong. (`accumulate()` warns if an earlier iteration has left its window open.)
 
     Examples:
         >>> list(windows("abcde", 2))
@@ -103,27 +128,3 @@ def windows(
 
 def _checked(steps: int) -> int:
     return checked_whole(steps, "gradient_accumulation_steps")
-
-
-def _with_length(iterable: Iterable[Item], length: int) -> Iterator[tuple[Item, bool]]:
-    count = 0
-    for item in iterable:
-        count += 1
-        yield item, count == length
-    if count != length:
-        warn(
-            f"the iterable ended after {count} items, its len() says {length}: the last window may not be closed; "
-            "call optimizer.step() once more, or pass an iterable without len()"
-        )
-
-
-def _with_end(iterable: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
-    iterator = iter(iterable)
-    try:
-        item = next(iterator)
-    except StopIteration:
-        return
-    for following in iterator:
-        yield item, False
-        item = following
-    yield item, True

@@ -94,7 +94,7 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
     check_settings(all_settings, fused.rules, optimizer.param_groups, optimizer.defaults)
     for group in optimizer.param_groups:
         check_parameters(group["params"])
-        check_formats(fused._rule_of(group), group["params"], all_settings)
+        check_formats(fused._rule_of(group), group, group["params"], all_settings)
     if issubclass(fused, ForeignStep):
         _refuse_formats(type(optimizer).__name__, all_settings)
         if all_settings.metrics:

@@ -26,6 +26,9 @@ class AdEMAMix(FusedOptimizer):
     Names, defaults and order of the arguments are those of the authors' code, and so are the states; a checkpoint of
     theirs loads. With betas[0] = 0 they keep no `exp_avg_fast`, and this class does.
 
+    Second moments below 2^-126 (in 8-bit blocks 2^-94) are stored as 0, so eps is 0 or at least 1e-16 (1e-11 with 8-bit
+    states; fp64 parameters take any). With eps=0 gradients whose squares are smaller make steps that are too large.
+
     Args:
         params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
         lr: the learning rate.
@@ -61,6 +64,9 @@ class AdEMAMix(FusedOptimizer):
 class Adadelta(FusedOptimizer, torch.optim.Adadelta):
     """Adadelta, with accumulation, unscaling and clipping in the same pass.
 
+    Second moments below 2^-126 (in 8-bit blocks 2^-94) are stored as 0, so eps is 0 or at least 1e-32 (1e-22 with 8-bit
+    states; fp64 parameters take any). With eps=0 gradients whose squares are smaller make steps that are too large.
+
     It replaces `torch.optim.Adadelta`: same arguments, group keys, state names and checkpoints.
 
     Args:
@@ -95,6 +101,9 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
     """Adagrad, with accumulation, unscaling and clipping in the same pass.
 
     A parameter gets its state at its first step, not when the optimizer is made.
+
+    Second moments below 2^-126 (in 8-bit blocks 2^-94) are stored as 0, so eps is 0 or at least 1e-16 (1e-11 with 8-bit
+    states; fp64 parameters take any). With eps=0 gradients whose squares are smaller make steps that are too large.
 
     It replaces `torch.optim.Adagrad`: same arguments, group keys, state names and checkpoints.
 
@@ -133,6 +142,9 @@ class AdamWScheduleFree(ScheduleFree):
     Arguments (but `foreach`), group keys and state names are those of the authors' `schedulefree.AdamWScheduleFree`,
     and its checkpoints load. Parameters are those to train with until eval() puts the trained model into them; train()
     goes back.
+
+    Second moments below 2^-126 (in 8-bit blocks 2^-94) are stored as 0, so eps is 0 or at least 1e-16 (1e-11 with 8-bit
+    states; fp64 parameters take any). With eps=0 gradients whose squares are smaller make steps that are too large.
 
     Args:
         params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
@@ -203,6 +215,9 @@ class Adan(LoadsTheAuthors):
     Names, defaults and order of the arguments are those of the authors' code, and so are the states; a checkpoint of
     theirs loads. The state also counts steps, for each parameter.
 
+    Second moments below 2^-126 (in 8-bit blocks 2^-94) are stored as 0, so eps is 0 or at least 1e-16 (1e-11 with 8-bit
+    states; fp64 parameters take any). With eps=0 gradients whose squares are smaller make steps that are too large.
+
     Args:
         params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
         lr: the learning rate.
@@ -264,6 +279,9 @@ class Lion(FusedOptimizer):
 class RAdam(FusedOptimizer, torch.optim.RAdam):
     """RAdam, with accumulation, unscaling and clipping in the same pass.
 
+    Second moments below 2^-126 (in 8-bit blocks 2^-94) are stored as 0, so eps is 0 or at least 1e-16 (1e-11 with 8-bit
+    states; fp64 parameters take any). With eps=0 gradients whose squares are smaller make steps that are too large.
+
     It replaces `torch.optim.RAdam`: same arguments, group keys, state names and checkpoints.
 
     Args:
@@ -300,6 +318,9 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
 
     A centered variance that roundings make negative is 0 here, and NaN in torch; the smaller the format of the states,
     the larger eps should be.
+
+    Second moments below 2^-126 (in 8-bit blocks 2^-94) are stored as 0, so eps is 0 or at least 1e-16 (1e-11 with 8-bit
+    states; fp64 parameters take any). With eps=0 gradients whose squares are smaller make steps that are too large.
 
     It replaces `torch.optim.RMSprop`: same arguments, group keys, state names and checkpoints.
 

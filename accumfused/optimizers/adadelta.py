@@ -23,6 +23,7 @@ class AdadeltaRule(Rule):
     name = "adadelta"
     states = ("square_avg", "acc_delta")
     second_moments = states
+    eps_beside = "square"
     torch_states = ("step", *states)
     hypers = ("lr", "rho", "eps", "weight_decay", "maximize")
 

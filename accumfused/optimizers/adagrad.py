@@ -27,6 +27,7 @@ class AdagradRule(Rule):
     name = "adagrad"
     states = ("sum",)
     second_moments = ("sum",)
+    eps_beside = "root"
     torch_states = ("step", "sum")
     starts: ClassVar[Mapping[str, str]] = {"sum": "initial_accumulator_value"}
     hypers = ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value", "maximize")

@@ -32,6 +32,7 @@ class AdamRule(Rule):
     name = "adam"
     states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     second_moments: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
+    eps_beside = "root"
     torch_states: ClassVar[tuple[str, ...]] = ("step", *states)
     hypers: ClassVar[Mapping[str, Any]] = {
         "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": False,
@@ -98,7 +99,9 @@ class Adam(FusedOptimizer, TorchAdam):
 
     Args:
         params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
-        lr, betas, eps, weight_decay, amsgrad, maximize: as in torch; weight_decay is L2.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in torch; weight_decay is L2. eps is 0 or at least 1e-16
+            (1e-11 with 8-bit states; fp64 parameters take any): second moments below 2^-126 (in 8-bit blocks 2^-94) are
+            stored as 0. With eps=0 gradients whose squares are smaller make steps that are too large.
         **settings: those of `accumfused.settings.Settings`.
         foreach, fused, capturable: unused; the groups keep them, because torch's own optimizer reads them.
         differentiable: not supported.
@@ -155,7 +158,8 @@ class AdamW(Adam, TorchAdamW):
 
     Args:
         params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
-        lr, betas, eps, weight_decay, amsgrad, maximize: as in torch; parameters decay by 1 - lr * weight_decay.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in torch; parameters decay by 1 - lr * weight_decay. eps is
+            0 or at least 1e-16, as for `Adam`.
         **settings: those of `accumfused.settings.Settings`.
         foreach, fused, capturable: unused; the groups keep them, because torch's own optimizer reads them.
         differentiable: not supported.

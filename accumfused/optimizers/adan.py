@@ -42,6 +42,7 @@ class AdanRule(Rule):
     name = "adan"
     states = ("exp_avg", "exp_avg_diff", "neg_pre_grad", "exp_avg_sq")
     second_moments = ("exp_avg_sq",)
+    eps_beside = "root"
     hypers: ClassVar[Mapping[str, Any]] = {
         "lr": 1e-3, "betas": (0.98, 0.92, 0.99), "eps": 1e-8, "weight_decay": 0.0, "no_prox": False, "maximize": False,
     }  # fmt: skip

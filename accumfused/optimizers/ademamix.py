@@ -39,6 +39,7 @@ class AdEMAMixRule(Rule):
     name = "ademamix"
     states = ("exp_avg_fast", "exp_avg_slow", "exp_avg_sq")
     second_moments = ("exp_avg_sq",)
+    eps_beside = "root"
     hypers: ClassVar[Mapping[str, Any]] = {
         "lr": 1e-3, "betas": (0.9, 0.999, 0.9999), "alpha": 2.0, "beta3_warmup": None, "alpha_warmup": None,
         "eps": 1e-8, "weight_decay": 0.0, "maximize": False,

@@ -11,11 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accumfused.formats import kinds
 from accumfused.optimizer import FusedOptimizer
 from accumfused.rules import Rule
 from accumfused.settings import PLACE, chosen, takes_settings
 
 _LIKE_TORCH = "It replaces `torch.optim.{}`: same arguments, group keys, state names and checkpoints."
+_EPS = """Second moments below 2^-126 (in 8-bit blocks 2^-94) are stored as 0, so eps is 0 or at least {} ({} with 8-bit
+states; fp64 parameters take any). With eps=0 gradients whose squares are smaller make steps that are too large."""
+_FORMATS = kinds.Format(), kinds.Format(states=kinds.States.INT8)
 _ARGUMENTS = {  # what all optimizers say of theirs; a rule's docstring has the rest
     "params": "parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.",
     "maximize": "True ascends instead of descending.",
@@ -180,6 +184,8 @@ def _documentation(
         lines.append(f"    {', '.join(plain)}: {'hyper-parameters of the rule.' if peer is None else 'as in torch.'}")
     for meaning in dict.fromkeys(_ARGUMENTS[name] for name in names if name in _ARGUMENTS and name != "params"):
         lines.append(f"    {', '.join(name for name in names if _ARGUMENTS.get(name) == meaning)}: {meaning}")
+    if rule.eps_beside:
+        summary += "\n\n" + _EPS.format(*(f"{kinds.least_eps(rule, form):g}" for form in _FORMATS))
     if peer is not None:
         summary += "\n\n" + _LIKE_TORCH.format(title)
     return "\n".join([summary, "", "Args:", *lines, ""]) + PLACE + _RAISES

@@ -24,6 +24,7 @@ class RadamRule(Rule):
     name = "radam"
     states = ("exp_avg", "exp_avg_sq")
     second_moments = ("exp_avg_sq",)
+    eps_beside = "root"
     torch_states = ("step", *states)
     hypers = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
 

@@ -31,6 +31,7 @@ class RmspropRule(Rule):
     name = "rmsprop"
     states: ClassVar[tuple[str, ...]] = ("square_avg",)
     second_moments: ClassVar[tuple[str, ...]] = ("square_avg",)
+    eps_beside = "root"
     torch_states: ClassVar[tuple[str, ...]] = ("step", *states)
     hypers = ("lr", "alpha", "eps", "weight_decay", "momentum", "maximize")
     flags: ClassVar[Mapping[str, bool]] = {"has_momentum": False, "centered": False}

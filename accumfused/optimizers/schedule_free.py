@@ -106,6 +106,7 @@ class ScheduleFreeAdamWRule(ScheduleFreeRule):
     name = "adamw_schedule_free"
     states: ClassVar[tuple[str, ...]] = ("z", "exp_avg_sq")
     second_moments = ("exp_avg_sq",)
+    eps_beside = "root"
     torch_states: ClassVar[tuple[str, ...]] = states
     hypers: ClassVar[Mapping[str, Any]] = {
         "lr": 0.0025, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "warmup_steps": 0, "r": 0.0,
@@ -190,12 +191,13 @@ def _counted(
     k, last_weight_sum, lr_max, last_beta, lr, warmup_steps, r, power_of_lr = (read(group[name]) for name in names)
     k = k + 1.0
     lr = k / at_least(k, warmup_steps) * lr
+    has_moved = lr_max > 0  # else x, y and z are one point, and a step's y is to be it
     lr_max = at_least(lr_max, lr)
-    weight = (lr_max > 0) * k**r * lr_max**power_of_lr
+    weight = k**r * lr_max**power_of_lr  # 0^0 is 1, as in the authors' code: steps with lr 0 may count
     weight_sum = last_weight_sum + weight
     share = weight / at_least(weight_sum, sys.float_info.min)
     counted = {"k": k, "weight_sum": weight_sum, "lr_max": lr_max, "last_beta": read(_beta(group))}
-    return counted, {"lr": lr, "share": share, "weight_sum": last_weight_sum, "last_beta": last_beta}
+    return counted, {"lr": lr, "share": share, "weight_sum": has_moved * last_weight_sum, "last_beta": last_beta}
 
 
 class ScheduleFree(FusedOptimizer):
@@ -232,8 +234,8 @@ class ScheduleFree(FusedOptimizer):
         for group in self.param_groups:
 
             def changed(weights: Tensor, states: Mapping[str, Tensor], group: dict[str, Any] = group) -> Tensor:
-                weight_sum, beta = (group[name].to(weights) for name in ("weight_sum", "last_beta"))
-                has_z = (weight_sum > 0) & (states["step"] > 0)
+                lr_max, beta = (group[name].to(weights) for name in ("lr_max", "last_beta"))
+                has_z = (lr_max > 0) & (states["step"] > 0)
                 return torch.where(has_z, change(weights, states["z"], beta), weights)
 
             params = set(map(id, group["params"]))

@@ -1,13 +1,15 @@
 """Where the native kernels of a rule are. The native module has the package's; for a user's rule a CPU's compiler runs.
 
 That is when the rule first steps: the compiler makes a shared library of csrc/cpu/rule.inl and the rule's functor. It
-lies in a folder (ACCUMFUSED_CACHE, or accumfused/ in the user's cache), under a hash of all that it depends on, and
-later processes load it from there. A folder or library that another user owns, or can write, is not used: the library
-is then compiled into a temporary folder of this process.
+lies in a folder (ACCUMFUSED_CACHE, or accumfused/ in the user's cache), and later processes load it from there. Its
+name has a hash of all that it depends on, and a digest of the library: to load one that a full disk or a broken copy
+has cut short would end the process by SIGBUS. If the library is damaged, or another user owns it or the folder, or can
+write them, a library is compiled into a temporary folder of this process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -85,8 +87,8 @@ def _code(rule: type[Rule], instruction_set: str) -> int | str:
         library = _library(rule, instruction_set, _folder())
         try:
             return _loaded_code(library)
-        except (OSError, ValueError):  # it is damaged, so the next process makes another one
-            library.unlink(missing_ok=True)
+        except (OSError, ValueError):  # another machine's, say
+            _delete(library)
             return _loaded_code(_library(rule, instruction_set, _temporary_folder()))
     except (OSError, RuntimeError) as error:
         return f"the rule {rule.name} does not compile here: {error}"
@@ -114,15 +116,17 @@ def _library(rule: type[Rule], instruction_set: str, folder: Path) -> Path:
         shlex.join(command),
         *(path.read_text() for path in sorted(headers.rglob("*.*"))),
     ]
-    key = hashlib.sha256(b"\0".join([version, *(part.encode() for part in parts)])).hexdigest()[:20]
-    library = folder / f"{rule.name}-{key}.so"
-    if library.exists() and not _is_private(library):
-        say_once(f"{library} belongs to another user, or others can write it: it is not loaded; delete it")
-        library = _temporary_folder() / library.name
-    if library.exists():
-        return library
+    stem = f"{rule.name}-{_digest(bytes(1).join([version, *(part.encode() for part in parts)]))}"
+    for library in folder.glob(f"{stem}-*.so"):
+        if not _is_private(library):
+            say_once(f"{library} belongs to another user, or others can write it: it is not loaded; delete it")
+        elif _is_whole(library):
+            return library
+        else:
+            _delete(library)  # the next process makes another one
+        folder = _temporary_folder()
     try:
-        temporary = tempfile.TemporaryDirectory(dir=library.parent)  # another process may be doing the same
+        temporary = tempfile.TemporaryDirectory(dir=folder)  # another process may be doing the same
     except OSError as error:
         raise RuntimeError(f"{error}; set ACCUMFUSED_CACHE to a folder that can be written") from None
     with temporary as place:
@@ -135,8 +139,28 @@ def _library(rule: type[Rule], instruction_set: str, folder: Path) -> Path:
             output = run.stdout.strip()[-2000:]
             raise RuntimeError(f"{command[0]} failed; install g++ or clang++, or set CXX:\n{output}")
         part.chmod(0o700)
+        with part.open("rb+") as file:
+            library = folder / f"{stem}-{_digest(file.read())}.so"
+            os.fsync(file.fileno())
         part.replace(library)
     return library
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:20]
+
+
+def _is_whole(library: Path) -> bool:
+    """Tells whether a library is as it was written: its name ends with its digest."""
+    try:
+        return library.stem.endswith(f"-{_digest(library.read_bytes())}")
+    except OSError:
+        return False
+
+
+def _delete(library: Path) -> None:
+    with contextlib.suppress(OSError):  # the folder may be read-only
+        library.unlink()
 
 
 def _headers() -> Path:

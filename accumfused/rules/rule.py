@@ -70,6 +70,9 @@ class Rule(metaclass=_RuleType):
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {
         "lr": (0.0, math.inf), "beta": (0.0, 1.0), "eps": (0.0, math.inf), "weight_decay": (0.0, math.inf),
     }  # fmt: skip
+    # What eps is added to, the "root" of a second moment or its "square" (the moment itself): an eps at which moments
+    # that are stored as 0 would count is refused. "": any eps goes.
+    eps_beside: ClassVar[str] = ""
     flags: ClassVar[Mapping[str, bool]] = {}  # what update() may branch on: each value is another rule
     counts_steps: ClassVar[bool] = True  # keeps state["step"], an fp32 scalar per tensor
     torch_states: ClassVar[tuple[str, ...]] = ()  # all that torch's optimizer of this name keeps and expects

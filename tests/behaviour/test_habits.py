@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -113,6 +114,108 @@ def test_windows_that_another_loop_left_standing_count_for_no_optimizer() -> Non
 
     assert told(loop) == []
     assert len([*standing]) == 2
+
+
+# ---- windows that a loop leaves open ---------------------------------------------------------------------------------
+
+LEFT_OPEN = r"has left open .* call optimizer\.zero_grad\(\) after such a loop"
+
+
+class EndedError(Exception):
+    """What ends a loop within a window."""
+
+
+class Phases:
+    """Loops over four micro-batches of gradients 1, 2, 3, 4, in windows of two; one begins a window and ends there."""
+
+    def __init__(self, backend: str) -> None:
+        self.param = Parameter(torch.zeros(1))
+        self.optimizer = af.SGD([self.param], lr=1.0, backend=backend)
+
+    def phase(self, end: str = "", **options: Any) -> None:
+        with contextlib.suppress(EndedError):
+            for x, last in af.windows([1.0, 2.0, 3.0, 4.0], 2, **options):
+                if x == 4 and end == "break":
+                    break  # the policy has moved too far: nothing more of this rollout counts
+                if x == 4 and end == "exception":
+                    raise EndedError
+                if x == 4 and end == "continue":
+                    continue
+                (self.param * x).sum().backward()
+                self.optimizer.accumulate(weight=1)
+                if last:
+                    self.optimizer.step()
+
+
+@pytest.mark.parametrize("end", ["break", "exception", "continue"])
+def test_a_window_that_a_loop_has_left_open_is_told_when_the_next_loop_adds_to_it(backend: str, end: str) -> None:
+    it = Phases(backend)
+    assert told(lambda: it.phase(end)) == []
+    with pytest.warns(af.AccumulationWarning, match=LEFT_OPEN):
+        it.phase()
+    assert told(lambda: (it.phase(end), it.phase())) == []  # once
+    strict = Phases(backend)
+    strict.phase(end)
+    with warnings.catch_warnings():
+        af.strict()
+        with pytest.raises(af.AccumulationWarning, match=LEFT_OPEN):
+            strict.phase()
+    assert strict.param.item() == -1.5  # before anything is written: the remedy gives what an early stop gives
+    strict.optimizer.zero_grad()
+    assert told(strict.phase) == []
+    assert strict.param.item() == -1.5 - 1.5 - 3.5
+
+
+@pytest.mark.parametrize("remedy", ["zero_grad", "step", "resumed", "checkpoint", "copy"])
+def test_a_window_that_is_to_go_on_or_has_ended_is_not_told(remedy: str) -> None:
+    it = Phases("auto")
+    it.phase("break")
+    options: dict[str, Any] = {}
+    if remedy in ("zero_grad", "step"):
+        getattr(it.optimizer, remedy)()
+    elif remedy == "resumed":
+        options = {"resumed": it.optimizer}
+    elif remedy == "checkpoint":
+        saved = it.optimizer.state_dict()
+        it.optimizer.zero_grad()
+        it.optimizer.load_state_dict(saved)
+    else:
+        it.optimizer = copy.deepcopy(it.optimizer)
+        it.param = it.optimizer.param_groups[0]["params"][0]
+    assert told(lambda: it.phase(**options)) == []
+
+
+def test_loops_within_a_window_may_begin_and_end() -> None:
+    """The outer optimizer takes the gradients of all inner loops of two tasks; each of these has windows of its own."""
+    shared, head = Parameter(torch.zeros(1)), Parameter(torch.zeros(1))
+    outer, inner = af.SGD([shared], lr=1.0), af.SGD([head], lr=1.0)
+
+    def loop(end: bool) -> None:
+        for task, task_is_last in af.windows([1.0, 2.0, 3.0, 4.0], 2):
+            for x, last in af.windows([1.0, 2.0, 3.0, 4.0], 2):
+                (shared * task * x + head * x).sum().backward()
+                outer.accumulate()
+                inner.accumulate()
+                if last:
+                    inner.step()
+                if end and x == 3:
+                    inner.step()
+                    break
+            if task_is_last:
+                outer.step()
+
+    assert told(lambda: loop(False)) == told(lambda: loop(True)) == []
+
+
+def test_an_inner_loop_that_leaves_its_window_open_is_told() -> None:
+    """PPO within a loop over rollouts: a rollout is a window of its own, and its windows should end within it."""
+    it = Phases("auto")
+
+    def loop() -> None:
+        for rollout, _ in af.windows(range(3), 1):
+            it.phase("break" if rollout == 1 else "")
+
+    assert len(told(loop)) == 1
 
 
 # ---- a clip that finds no gradients ----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import subprocess
+import sys
 from collections.abc import Callable
 from decimal import Decimal, localcontext
 from fractions import Fraction
@@ -275,14 +276,51 @@ def test_no_library_is_loaded_that_others_can_write(
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("code", ["", "int x;"])
-def test_a_damaged_library_is_made_anew(planted: Path, code: str) -> None:
-    """One that does not load, and one without the rule."""
-    plant(planted, code)
-    if not code:
-        planted.write_text("no library")
+@pytest.mark.parametrize("code", ["", "int x;", "zeros"])
+def test_a_damaged_library_is_made_anew(cache: Path, planted: Path, code: str) -> None:
+    """One that does not load, one without the rule, and one of which a block was not written."""
+    if code == "int x;":
+        plant(planted, code)
+    else:
+        whole = (cache / planted.name).read_bytes()
+        planted.write_bytes(whole[:-512] + bytes(512) if code else b"no library")
+        planted.chmod(0o700)
     assert_all_same_bits(stepped(other_adam(), "cpu"), stepped(other_adam(), "reference"))
     assert not planted.exists()
+
+
+_STEP = """
+import torch, accumfused as af
+from accumfused.rules import sign
+class Cut(af.Rule):
+    name = "cut_short"
+    hypers = {"lr": 1e-3}
+    @staticmethod
+    def update(h, step, p, g):
+        return (p - sign(g) * h.lr,)
+param = torch.nn.Parameter(torch.zeros(4))
+param.grad = torch.ones(4)
+af.optimizer_of(Cut)([param], lr=1.0, backend="cpu").step()
+print(param.tolist())
+"""
+
+
+def step_elsewhere(cache: Path) -> None:
+    """Steps in a process of its own, which a library that is cut short would kill."""
+    run = subprocess.run(
+        [sys.executable, "-c", _STEP], env={**os.environ, "ACCUMFUSED_CACHE": str(cache)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (run.returncode, run.stdout) == (0, "[-1.0, -1.0, -1.0, -1.0]\n"), run.stderr
+
+
+def test_a_library_that_is_cut_short_is_made_anew(native: None, tmp_path: Path) -> None:
+    """By a full disk, a power loss, a copy that broke off."""
+    step_elsewhere(tmp_path)
+    (library,) = tmp_path.glob("*.so")
+    os.truncate(library, library.stat().st_size // 2)
+    step_elsewhere(tmp_path)
+    assert list(tmp_path.iterdir()) == []  # so the next process makes another one
 
 
 def test_a_rule_needs_no_learning_rate(backend: str) -> None:

@@ -319,24 +319,71 @@ def test_two_parameters_that_share_memory_are_refused(backend: str, pair: str) -
     ("what", "size", "verb", "micro_batches"),
     [
         ("parameter", 44, "step", 0), ("gradient", 44, "accumulate", 0), ("gradient", 0, "step", 0),
-        ("gradient", 0, "accumulate", 0), ("gradient", 0, "accumulate", 1),
+        ("gradient", 0, "accumulate", 0), ("gradient", 0, "accumulate", 1), ("gradient", 44, "step", 0),
+        ("gradient", 2**18 - 2, "step", 0), ("gradient", 44, "accumulate", 1), ("closed gradient", 44, "step", 1),
         ("exp_avg", 0, "step", 0), ("exp_avg_sq", 64, "step", 0), ("master_remainder", 0, "step", 0),
     ],
 )  # fmt: skip
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("place", ["native", "torch"])
 def test_a_storage_that_has_become_too_small_is_refused(
-    backend: str, what: str, size: int, verb: str, micro_batches: int
+    backend: str, place: str, max_grad_norm: float | None, what: str, size: int, verb: str, micro_batches: int
 ) -> None:
-    param = Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
-    optimizer = stepped([param], backend)
+    backend = "torch" if place == "torch" else backend
+    param = Parameter(torch.ones(1024, 128, dtype=torch.bfloat16))
+    optimizer = stepped([param], backend, max_grad_norm=max_grad_norm)
     for _ in range(micro_batches):
         param.grad = torch.ones_like(param)
-        optimizer.accumulate()
-    param.grad = torch.ones_like(param)
-    known = {"parameter": param, "gradient": param.grad, **optimizer.state[param]}
+        optimizer.accumulate(last=what == "closed gradient")
+    if what != "closed gradient":
+        param.grad = torch.ones_like(param)
+    known = {"parameter": param, "gradient": param.grad, "closed gradient": param.grad, **optimizer.state[param]}
     known[what].untyped_storage().resize_(size)
-    kind = what if what in ("parameter", "gradient") else "state"
-    with pytest.raises(RuntimeError, match=rf"a {kind} of shape \[64, 64\] lies in a storage of {size} bytes"):
+    kind = what.removeprefix("closed ") if what in ("parameter", "gradient", "closed gradient") else "state"
+    with pytest.raises(RuntimeError, match=rf"a {kind} of shape \[1024, 128\] lies in a storage of {size} bytes"):
         getattr(optimizer, verb)()
+
+
+def test_a_short_storage_among_states_of_another_format_is_refused_before_they_are_converted(backend: str) -> None:
+    param = Parameter(torch.ones(1 << 20))
+    saved = stepped([param], backend).state_dict()
+    optimizer = af.AdamW([param], lr=0.1, backend=backend, state_dtype=torch.bfloat16)
+    optimizer.load_state_dict(saved)
+    optimizer.state[param]["exp_avg"].untyped_storage().resize_(64)
+    param.grad = torch.ones_like(param)
+    with refused(af.SGD([param], lr=0.1), RuntimeError, "a state of shape .* lies in a storage of 64 bytes"):
+        optimizer.step()
+
+
+def test_gradients_that_lie_in_one_storage_are_long_enough(backend: str) -> None:
+    """A bucket of gradients, as DistributedDataParallel has them, and gradients that autograd has expanded."""
+    size = 1 << 17
+    params = [Parameter(torch.zeros(size)) for _ in range(3)]
+    optimizer = af.SGD(params, lr=1.0, backend=backend)
+    for bucket in (torch.ones(3 * size), torch.ones(3 * size), torch.ones(4 * size)):
+        for param, part in zip(params, bucket.split(size), strict=False):
+            param.grad = part
+        optimizer.step()
+    for param in params:
+        param.grad = torch.ones(()).expand(size)
+    optimizer.step()
+    assert all(param.unique().tolist() == [-4.0] for param in params)
+    short = torch.ones(3 * size)
+    for param, part in zip(params, short.split(size), strict=True):
+        param.grad = part
+    short.untyped_storage().resize_(12 * size - 4)
+    with refused(af.SGD(params[:1], lr=1.0), RuntimeError, "a gradient of shape .* storage of 1572860 bytes"):
+        optimizer.step()
+
+
+def test_a_small_gradient_that_is_too_short_is_refused_in_the_first_call(backend: str) -> None:
+    param = Parameter(torch.ones(64))
+    param.grad = torch.ones(64)
+    param.grad.untyped_storage().resize_(44)
+    optimizer = af.SGD([param], lr=1.0, backend=backend)
+    for _ in range(2):  # it stays so
+        with pytest.raises(RuntimeError, match=r"a gradient of shape \[64\] lies in a storage of 44 bytes"):
+            optimizer.step()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is mapped read-only")
@@ -446,3 +493,78 @@ def test_what_enters_during_backward_cannot_be_dropped(call: Callable[[Any], Any
     optimizer = af.SGD([Parameter(torch.ones(3))], lr=1.0, nonfinite="drop")
     with refused(optimizer, V, "looks at a whole micro-batch before it enters"):
         call(optimizer)
+
+
+# ---- an eps beside second moments that are stored as 0 ---------------------------------------------------------------
+
+TOO_SMALL = "is too small: second moments below 2\\^-126 .* give eps=0 or one of at least"
+EPS = dict.fromkeys(("Adam", "AdamW", "RMSprop", "Adagrad", "RAdam", "Adan", "AdEMAMix", "AdamWScheduleFree"), 1e-16)
+EPS["Adadelta"] = 1e-32  # which adds it to squares
+EIGHT: dict[str, Any] = {"state_dtype": "8bit", "state_dtype_min_numel": 0}
+
+
+def test_every_optimizer_with_an_eps_is_judged() -> None:
+    with_eps = {name for name, row in OPTIMIZERS.items() if "eps" in row.ours([Parameter(torch.ones(2))]).defaults}
+    assert with_eps == {*EPS, "Adamax"}  # whose maximum is no square
+
+
+@pytest.mark.parametrize("name", EPS)
+def test_an_eps_that_second_moments_stored_as_0_would_outweigh_is_refused_everywhere(name: str, backend: str) -> None:
+    make, least, param = OPTIMIZERS[name].ours, EPS[name], Parameter(torch.ones(3))
+    for eps in (least * 0.99, 1e-40, torch.tensor(least / 2), torch.tensor([least / 2], dtype=torch.float64)):
+        with pytest.raises(ValueError, match=TOO_SMALL):
+            make([param], eps=eps, backend=backend)
+        with pytest.raises(ValueError, match=TOO_SMALL):
+            make([{"params": [param], "eps": eps}], backend=backend)
+        optimizer = make([param], lr=0.1, backend=backend)
+        with refused(optimizer, ValueError, TOO_SMALL):
+            optimizer.add_param_group({"params": [Parameter(torch.ones(3))], "eps": eps})
+        saved = optimizer.state_dict()
+        saved["param_groups"][0]["eps"] = eps
+        with refused(optimizer, ValueError, TOO_SMALL):
+            optimizer.load_state_dict(saved)
+        allowed, optimizer.param_groups[0]["eps"] = optimizer.param_groups[0]["eps"], eps
+        param.grad = torch.ones(3)
+        with refused(optimizer, ValueError, TOO_SMALL):
+            optimizer.step()
+        optimizer.accumulate()
+        with refused(optimizer, ValueError, TOO_SMALL):
+            optimizer.step()
+        optimizer.param_groups[0]["eps"] = allowed
+        optimizer.step()  # the window is still there
+        assert optimizer.grad_norm.item() == pytest.approx(3**0.5)
+    for eps in (0.0, 0, least, torch.tensor(0.0), 1e-3):
+        make([param], eps=eps, backend=backend)
+    if OPTIMIZERS[name].torch_class is not None:
+        theirs = OPTIMIZERS[name].torch_class([param], eps=least / 2)  # type: ignore[misc]
+        with pytest.raises(ValueError, match=TOO_SMALL):
+            af.fuse(theirs)
+        assert not isinstance(theirs, af.FusedOptimizer)
+
+
+def test_of_8_bit_states_a_larger_eps_is_asked_for_and_of_fp64_none() -> None:
+    large, small = Parameter(torch.ones(256)), Parameter(torch.ones(4))
+    for eps in (1e-16, 0.99e-11):
+        with pytest.raises(ValueError, match="at least 1e-11"):
+            af.AdamW([small, large], eps=eps, state_dtype="8bit", state_dtype_min_numel=256)
+        af.AdamW([small], eps=eps, state_dtype="8bit", state_dtype_min_numel=256)  # whose states are fp32
+    af.AdamW([large], eps=1e-11, **EIGHT)
+    af.AdamW([Parameter(torch.ones(3, dtype=torch.float64))], eps=1e-30)
+    mixed = [{"params": [Parameter(torch.ones(3, dtype=torch.float64))], "eps": 1e-30}, {"params": [small]}]
+    optimizer = af.AdamW(mixed)
+    for group in mixed:
+        group["params"][0].grad = torch.ones_like(group["params"][0])
+    optimizer.step()
+
+
+def test_muon_judges_the_groups_of_adamw_alone() -> None:
+    hidden, other = Parameter(torch.ones(3, 3)), Parameter(torch.ones(3))
+    af.Muon([{"params": [hidden], "eps": 1e-30}, {"params": [other], "use_muon": False}])
+    with pytest.raises(ValueError, match=TOO_SMALL):
+        af.Muon([{"params": [hidden]}, {"params": [other], "use_muon": False, "eps": 1e-30}])
+
+
+def test_a_cautious_or_amsgrad_rule_asks_for_the_same_eps() -> None:
+    for options in ({"amsgrad": True}, {"cautious": True}):
+        with pytest.raises(ValueError, match=TOO_SMALL):
+            af.AdamW([Parameter(torch.ones(3))], eps=1e-20, **options)  # type: ignore[arg-type]

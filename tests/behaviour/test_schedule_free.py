@@ -159,9 +159,38 @@ def test_the_millionth_step_is_counted(backend: str) -> None:
     assert group["weight_sum"] == pytest.approx((1e6 + 3) * 0.7**2, rel=1e-14)
 
 
-def test_a_step_with_a_learning_rate_of_0_does_not_begin_the_average(backend: str) -> None:
+@pytest.mark.parametrize("can_read", [True, False])
+@pytest.mark.parametrize("options", [{}, {"r": 1.0}, {"warmup_steps": 3}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_with_a_learning_rate_of_0_count_where_its_power_is_0(
+    kind: str, options: dict[str, Any], can_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warmup from 0 by a scheduler: the authors' weight of such a step is 0^0 = 1."""
+    monkeypatch.setattr(schedule_free, "_can_read", lambda plan: can_read)
+    monkeypatch.setattr(torch_kernels, "_can_read", lambda plan: can_read)
+    cls, own = KINDS[kind]
+    options = {**own, **options, "lr": 0.0, "weight_lr_power": 0.0}
+    optimizer = cls(random_params(SHAPES), backend="torch", **options)
+    formula = oracle.sgd_schedule_free if kind == "SGD" else oracle.adamw_schedule_free
+    truth = oracle.Oracle(formula, options, params_of(optimizer))
+    for step in range(8):
+        optimizer.param_groups[0]["lr"] = lr = 0.0 if step < 4 else 0.1
+        truth.options = {**truth.options, "lr": lr}
+        grads = [torch.full(shape, 1.0 + step) for shape in SHAPES]
+        set_grads(params_of(optimizer), grads)
+        truth.step(grads)
+        optimizer.step()
+    assert truth.sums["weight_sum"] == (36.0 if "r" in options else 8.0)
+    assert optimizer.param_groups[0]["weight_sum"] == truth.sums["weight_sum"]
+    for param, wanted in zip(params_of(optimizer), truth.params, strict=True):
+        assert_close(param, wanted, "fp64 oracle")
+
+
+@pytest.mark.parametrize("power", [2.0, 0.0])
+def test_a_step_with_a_learning_rate_of_0_does_not_begin_the_average(backend: str, power: float) -> None:
     """torch.distributed.checkpoint makes states by such a step; other weights may be loaded after it."""
-    one, other = (af.SGDScheduleFree(random_params(SHAPES, seed=seed), lr=0.0, backend=backend) for seed in (0, 1))
+    options = {"lr": 0.0, "backend": backend, "weight_lr_power": power}
+    one, other = (af.SGDScheduleFree(random_params(SHAPES, seed=seed), **options) for seed in (0, 1))
     set_grads(params_of(one), [torch.zeros(shape) for shape in SHAPES])
     one.step()
     with torch.no_grad():
@@ -174,6 +203,9 @@ def test_a_step_with_a_learning_rate_of_0_does_not_begin_the_average(backend: st
     with torch.no_grad():
         for param, value in zip(params_of(one), params_of(other), strict=True):
             param.copy_(value)
+    if not power:  # it counts, here as in the authors' code
+        set_grads(params_of(other), [torch.zeros(shape) for shape in SHAPES])
+        other.step()
     for optimizer in (one, other):
         optimizer.param_groups[0]["lr"] = 0.1
     train_all(one, other)

@@ -10,7 +10,7 @@ import models
 import pytest
 import torch
 from compare import assert_close, refused
-from table import WEIGHTS
+from table import OPTIMIZERS, WEIGHTS
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -128,3 +128,29 @@ def test_a_loss_in_16_bits_does_not_round_its_weight(backend: str, dtype: torch.
             optimizer.backward(param.mean().to(dtype), 70001.0)
         optimizer.backward(param.mean().to(dtype), 256.0)
         optimizer.step()
+
+
+ADDS_EPS_TO_A_ROOT = ("Adam", "AdamW", "RMSprop", "Adagrad", "RAdam", "Adan", "AdEMAMix", "AdamWScheduleFree")
+
+
+@pytest.mark.parametrize(
+    ("name", "states"),
+    [(name, "fp32") for name in ADDS_EPS_TO_A_ROOT] + [(name, "8bit") for name in ADDS_EPS_TO_A_ROOT[:-1]],
+)
+def test_at_the_least_eps_tiny_gradients_move_weights_as_in_fp64(name: str, states: str, backend: str) -> None:
+    """Where a second moment is stored as 0: its root is at most 2^-63 / sqrt(1 - beta2), a thousandth of eps and a bit.
+
+    (In 8-bit blocks it is 2^-47, of an eps of 1e-11.) Gradients go from far below to far above that.
+    """
+    row = OPTIMIZERS[name]
+    eps, settings = (1e-16, {}) if states == "fp32" else (1e-11, {"state_dtype": "8bit", "state_dtype_min_numel": 0})
+    for exponent in range(-21, -11):
+        moved = []
+        for dtype, options in ((torch.float64, {}), (torch.float32, {"backend": backend, **settings})):
+            param = torch.nn.Parameter(torch.zeros(128, dtype=dtype))
+            optimizer = row.ours([param], lr=1e-3, eps=eps, weight_decay=0.0, **options)
+            for _ in range(6):
+                param.grad = torch.full_like(param, 10.0**exponent)
+                optimizer.step()
+            moved.append(param[0].item())
+        assert moved[1] == pytest.approx(moved[0], rel=0.05 if states == "fp32" else 0.2), exponent  # codes have 3 bits

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accumfused as af
-from accumfused.loop.batch_size import gradient_accumulation_steps, scale_lr, updates_per_epoch
+from accumfused.loop.batch_size import gradient_accumulation_steps, scale_lr, updates, updates_per_epoch
 
 COUNTS = st.integers(1, 60)
 
@@ -22,6 +22,37 @@ COUNTS = st.integers(1, 60)
 def test_updates_per_epoch_is_the_number_of_windows(micro_batches: int, steps: int) -> None:
     ends = sum(last for _, last in af.windows(range(micro_batches), steps))
     assert updates_per_epoch(micro_batches, steps) == ends
+
+
+@given(
+    micro_batches=st.integers(1, 20), epochs=st.integers(1, 5), start=st.integers(0, 5),
+    sizes=st.integers(1, 30) | st.lists(st.integers(1, 9), min_size=1, max_size=4),
+)  # fmt: skip
+def test_updates_of_several_epochs_are_those_that_the_loops_make(
+    micro_batches: int, epochs: int, start: int, sizes: Any
+) -> None:
+    steps = sizes if isinstance(sizes, int) else lambda update: sizes[update % len(sizes)]
+    loader = range(micro_batches)
+    across = sum(last for _, last in af.windows(loader, steps, start=start, epochs=epochs))
+    assert updates(micro_batches, steps, start=start, epochs=epochs) == across
+    done = start
+    for _ in range(epochs):
+        done += sum(last for _, last in af.windows(loader, steps, start=done))
+    assert updates(micro_batches, steps, start=start, epochs=epochs, across=False) == done - start
+
+
+def test_a_schedule_of_all_updates_ends_where_the_training_does() -> None:
+    """An epoch of 3 micro-batches is shorter than a window of 8: 100 epochs are 38 updates."""
+    loader, steps, epochs = range(3), 8, 100
+    optimizer = af.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    total = af.schedule.updates(len(loader), steps, epochs=epochs)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
+    for _, last in af.windows(loader, steps, epochs=epochs):
+        if last:
+            optimizer.step()
+            scheduler.step()
+    assert total == 38
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
 
 
 @given(effective_batch=st.integers(1, 500), per_device=COUNTS, world_size=COUNTS, steps=COUNTS)
@@ -55,6 +86,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "base_batch": lambda value: scale_lr(0.1, value, 8),
     "effective_batch": lambda value: scale_lr(0.1, 8, value),
     "micro_batches": lambda value: updates_per_epoch(value, 4),
+    "micro_batches ": lambda value: updates(value, 4, epochs=2),
+    "epochs": lambda value: updates(10, 4, epochs=value),
+    "gradient_accumulation_steps ": lambda value: updates(10, lambda _: value),
     "gradient_accumulation_steps": lambda value: updates_per_epoch(10, value),
     "effective_batch ": lambda value: gradient_accumulation_steps(value, 8),
     "per_device": lambda value: gradient_accumulation_steps(64, value),

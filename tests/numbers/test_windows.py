@@ -1,4 +1,4 @@
-"""windows() cuts any iterable as if it knew the whole list, and reads ahead by one item at most."""
+"""windows() cuts any iterable as if it knew the whole list, and reads ahead by one item, within a window only."""
 
 from __future__ import annotations
 
@@ -85,14 +85,57 @@ def test_windows_are_those_of_the_specification(count: int, steps: Steps, start:
     assert asked == [*range(start, start + sum(last for _, last in wanted))] * epochs  # once a window, never beyond
 
 
-@pytest.mark.parametrize(("kind", "ahead"), [(Sized, 0), (Unsized, 1)])
-def test_only_an_iterable_without_a_length_is_read_ahead_and_one_item_only(kind: Any, ahead: int) -> None:
-    items = kind(5)
-    cut = iter(af.windows(items, 2))
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("steps", [1, 2, 3, 9, lambda update: 1 + update % 3])
+@pytest.mark.parametrize("kind", [Sized, Unsized, Refusing])
+def test_an_iterable_without_a_length_is_read_one_item_ahead_but_never_over_an_update(
+    kind: Any, steps: Steps, epochs: int
+) -> None:
+    items, total = kind(5), 5 * epochs
+    cut = iter(af.windows(items, steps, epochs=epochs))
     assert items.pulled == []
-    for count, (item, _) in enumerate(cut, start=1):
-        assert item == count - 1
-        assert items.pulled == list(range(min(count + ahead, 5)))
+    for count, (item, last) in enumerate(cut, start=1):
+        assert item == (count - 1) % 5
+        assert len(items.pulled) == min(count + (kind is not Sized and not last), total)
+
+
+def trained(loop: str, steps: int, per_epoch: int) -> tuple[list[float], list[float], float]:
+    """Trains on data that the model makes: the weights that made them, those evaluated after epochs, those at the end.
+
+    The generator's code between two yields runs when the loop over it asks for the next item.
+    """
+    param = torch.nn.Parameter(torch.ones(1))
+    optimizer = (torch.optim.SGD if loop == "torch" else af.SGD)([param], lr=0.125)
+    made, evaluated = list[float](), list[float]()
+
+    def rollouts() -> Iterator[torch.Tensor]:
+        for _ in range(3):
+            for _ in range(per_epoch):
+                made.append(param.item())
+                yield param.detach().clone()
+            evaluated.append(param.item())
+
+    pairs = af.windows(rollouts(), steps)
+    if loop == "torch":
+        pairs = ((x, index % steps == 0) for index, x in enumerate(rollouts(), 1))  # type: ignore[assignment]
+    for x, last in pairs:
+        ((param * x).sum() / steps).backward()
+        if loop == "af":
+            optimizer.accumulate()  # type: ignore[attr-defined]
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return made, evaluated, param.item()
+
+
+@pytest.mark.parametrize(("steps", "per_epoch"), [(1, 3), (2, 4), (3, 3)])
+def test_data_of_the_current_policy_and_evaluations_in_a_generator_are_those_of_a_plain_loop(
+    steps: int, per_epoch: int
+) -> None:
+    made, evaluated, end = trained("af", steps, per_epoch)
+    assert (made, evaluated, end) == trained("torch", steps, per_epoch)
+    assert len(set(made)) == 3 * per_epoch // steps  # each window's data are made after the update before
+    assert len(set(evaluated)) == 3
 
 
 @pytest.mark.parametrize(
