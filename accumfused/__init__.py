@@ -63,13 +63,14 @@ from accumfused.optimizers import (
 )
 from accumfused.optimizers.making import optimizer_of
 from accumfused.rules import Rule
-from accumfused.warn import AccumulationWarning, strict
+from accumfused.warn import AccumulationWarning, AfterStepWarning, strict
 
 __version__ = "0.1.0"
 
 __all__ = [
     "SGD",
     "AccumulationWarning",
+    "AfterStepWarning",
     "AdEMAMix",
     "Adadelta",
     "Adagrad",

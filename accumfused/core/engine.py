@@ -394,27 +394,31 @@ class Engine:
     def finish(self, measured: Measured | None) -> None:
         """Makes the step, if there is a gradient, and ends the window; then the step counts.
 
-        A step that fails leaves histories, noise scale and skips as they were, and the window open.
+        A step that fails leaves histories, noise scale and skips as they were, and the window open. Once it is made, no
+        error is raised, because the caller would repeat it: `measured.failures` are for `warn_after_step`.
         """
         if measured is None:
             self.end_window()
             return
-        has_window = self.window.phase is not Phase.IDLE
+        follows: list[Callable[[], None]] = [self.window.habits.stepped] if self.window.phase is not Phase.IDLE else []
         try:
             own_step = self.plans.owner._own_step
             if own_step is not None:
                 own_step(self.plans.owner, self, measured)
             else:
                 self.update(measured, measured.plan.backend.step)
-        except BaseException:
+        except BaseException as error:
             measured.uncount()
-            raise
-        self.window.restore_grad_dtypes()
-        if has_window:
-            self.window.habits.stepped()
-        for observer in self.observers:  # what comes after the step may fail, and must not repeat it
-            observer.after_step(measured)
-        measured.plan.skips.stepped(or_above=self.settings.skip_above is not None)
+            if not measured.is_made or not isinstance(error, Exception):
+                raise
+            measured.failures.append(error)
+        follows += [self.window.restore_grad_dtypes, *(partial(each.after_step, measured) for each in self.observers)]
+        follows.append(partial(measured.plan.skips.stepped, or_above=self.settings.skip_above is not None))
+        for follow in follows:
+            try:
+                follow()
+            except Exception as error:
+                measured.failures.append(error)
 
     def update(self, measured: Measured, step: Step) -> None:
         """Runs `step`, which is `Backend.step` or does as much, with copies of strided parameters around it."""

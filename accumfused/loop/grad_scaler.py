@@ -16,6 +16,7 @@ from accumfused.core.protocol import Divisors, on_device
 from accumfused.core.window import refuse_foreign_scaler
 from accumfused.loop.clip_group import ClipGroup, refuse_unscaled
 from accumfused.optimizer import FusedOptimizer
+from accumfused.warn import AfterStepWarning, warn_after_step
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -75,16 +76,23 @@ class GradScaler(torch.amp.GradScaler):
         members = [member._engine for member in _members(optimizer)]
         for engine in members:
             engine.scaler_divisors = divisors
+        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)  # a new one: update() adds to it
+        result, failures = None, list[Exception]()
         try:
             result = taker.step(*args, **kwargs)
+        except AfterStepWarning as warning:  # the step is made
+            failures.append(warning)
         finally:
             for engine in members:
                 engine.scaler_divisors = None
-        outcome = optimizer._engine.outcome if isinstance(optimizer, FusedOptimizer) else None
-        overflowed = taker.step_was_skipped if outcome is None else outcome.overflowed  # a finite norm needs no scale
-        skipped = on_device(overflowed, scale.device, torch.float32)  # a new one: update() adds to it
-        state["found_inf_per_device"] = {skipped.device: skipped}
-        state["stage"] = OptState.STEPPED
+        state["found_inf_per_device"], state["stage"] = {found_inf.device: found_inf}, OptState.STEPPED
+        try:
+            for engine in members:
+                if engine.outcome is not None:
+                    found_inf += on_device(engine.outcome.overflowed, scale.device, torch.float32)
+        except Exception as error:
+            failures.append(error)
+        warn_after_step(failures)
         return result
 
 

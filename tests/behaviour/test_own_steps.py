@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_all_same_bits
+from faults import Fault
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import accumfused as af
 
@@ -18,20 +18,6 @@ CLASSES: dict[str, dict[str, Any]] = {
     "Adafactor": {"lr": 0.1},
 }  # fmt: skip
 HOW: dict[str, dict[str, Any]] = {"normalizer": {}, "grad_scale": {}, "clip": {"max_grad_norm": 0.5}, "as it is": {}}
-
-
-class Fault(TorchDispatchMode):
-    """Within the block the n-th operation of torch's finds no memory; with None all do, and are counted."""
-
-    def __init__(self, at: int | None) -> None:
-        super().__init__()
-        self.at, self.seen = at, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen += 1
-        if self.seen == self.at:
-            raise MemoryError(f"no memory for {func}")
-        return func(*args, **(kwargs or {}))
 
 
 class Run:
