@@ -70,7 +70,6 @@ __version__ = "0.1.0"
 __all__ = [
     "SGD",
     "AccumulationWarning",
-    "AfterStepWarning",
     "AdEMAMix",
     "Adadelta",
     "Adagrad",
@@ -79,6 +78,7 @@ __all__ = [
     "AdamWScheduleFree",
     "Adamax",
     "Adan",
+    "AfterStepWarning",
     "AuditReport",
     "BatchNormWarning",
     "ClipGroup",

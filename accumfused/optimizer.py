@@ -20,7 +20,7 @@ from accumfused.arguments import checked_positive, checked_weight, checked_whole
 from accumfused.core.metrics import Metrics
 from accumfused.core.noise import NoiseEstimate
 from accumfused.core.protocol import Divisors
-from accumfused.core.window import refuse_foreign_scaler
+from accumfused.core.window import refuse_stock_scaler
 from accumfused.eager import no_grad, uncompiled
 from accumfused.settings import setting_like
 from accumfused.torch_optimizer import TorchOptimizer
@@ -308,7 +308,7 @@ class FusedOptimizer(TorchOptimizer):
 
         The scaler reads this first: the only moment to refuse gradients that it cannot see.
         """
-        refuse_foreign_scaler(self._engine.window, self._engine.settings.process_group)
+        refuse_stock_scaler(self._engine.window, self._engine.settings)
         return False
 
     @_step_supports_amp_scaling.setter

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
@@ -220,11 +221,21 @@ class Engine:
             return
         try:
             numbers = [flat for observer in self.observers for flat in observer.numbers(plan, window)]
-            plan.exchange.add_up([*numbers, *window.arena.memory_of(plan, window.sums)])
+            dropped = self._numbers_of_drops(plan)
+            plan.exchange.add_up([*dropped, *numbers, *window.arena.memory_of(plan, window.sums)])
         except BaseException:
             self.drop()  # some are added up, some are not
             raise
         self.window = window.sealed()
+        if dropped:
+            self.window.weights = replace(self.window.weights, dropped=dropped[0][0] > 0)
+
+    def _numbers_of_drops(self, plan: Plan) -> list[Tensor]:
+        """Returns what processes add up of `dropped`: their scalers back off alike. fp64 [1]; none without "drop"."""
+        if self.settings.nonfinite != "drop":
+            return []
+        number, dropped = torch.zeros(1, dtype=torch.float64, device=plan.device), self.window.weights.dropped
+        return [number if dropped is None else number + dropped]
 
     def _end_accumulation(self, plan: Plan) -> Plan:
         """Completes the window of a step: refuses a gradient that it lacks, follows new parameters, checks its weights.
@@ -348,7 +359,7 @@ class Engine:
             outcome = take_norm(plan, unmeasured, partials, scaling)
         else:
             outcome = self.clipping.take_norm(policies, plan, unmeasured, partials, scaling)
-        outcome.spends_grads = taken.is_open
+        outcome.spends_grads, outcome.dropped = taken.is_open, self.window.weights.dropped
         return Measured(plan, taken, matched, outcome, scaling, divisor, partials)
 
     def _scaling(self, plan: Plan, divisors: Divisors, divisor: Number, *, must: bool) -> tuple[Scaling, bool]:

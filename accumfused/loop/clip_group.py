@@ -16,7 +16,7 @@ from accumfused.arguments import checked_positive
 from accumfused.clip import check_limit
 from accumfused.core.norm import Measured, share
 from accumfused.core.protocol import Divisors
-from accumfused.core.window import Phase, refuse_foreign_scaler
+from accumfused.core.window import Phase, refuse_stock_scaler
 from accumfused.optimizer import FusedOptimizer, check_fused
 from accumfused.warn import warn_after_step
 
@@ -115,7 +115,7 @@ class ClipGroup:
         scaler = sys._getframe(1).f_locals.get("self")  # it tells nothing of what it has unscaled
         states = getattr(scaler, "_per_optimizer_states", {})
         for optimizer in self.optimizers:
-            refuse_foreign_scaler(optimizer._engine.window, optimizer._engine.settings.process_group)
+            refuse_stock_scaler(optimizer._engine.window, optimizer._engine.settings)
             refuse_unscaled(states, optimizer)
         return True
 

@@ -13,7 +13,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from accumfused.core.protocol import Divisors, on_device
-from accumfused.core.window import refuse_foreign_scaler
+from accumfused.core.window import refuse_unscaling
 from accumfused.loop.clip_group import ClipGroup, refuse_unscaled
 from accumfused.optimizer import FusedOptimizer
 from accumfused.warn import AfterStepWarning, warn_after_step
@@ -23,7 +23,8 @@ class GradScaler(torch.amp.GradScaler):
     """Replaces `torch.amp.GradScaler`: same arguments, loop and checkpoints; torch's optimizers step as in torch.
 
     `step()` always calls the fused optimizer's step and never waits: after an overflow the optimizer writes nothing and
-    counts the skip in `skipped_steps`. `step()` takes open windows too. `unscale_()` serves an external clip: it costs
+    counts the skip in `skipped_steps`. Where `nonfinite="drop"` has left an overflow out of the window, the rest of it
+    steps, and the scale backs off once. `step()` takes open windows too. `unscale_()` serves an external clip: it costs
     the pass that `max_grad_norm` saves, and needs `accumulate(..., last=True)` before it.
     """
 
@@ -36,7 +37,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         members = _members(optimizer) if self._enabled else []
         for member in members:
-            refuse_foreign_scaler(member._engine.window, member._engine.settings.process_group)
+            refuse_unscaling(member._engine.window, member._engine.settings.process_group)
         groups = (group for member in members for group in member.param_groups)
         if any(p.grad is not None and p.grad.dtype == torch.float16 for group in groups for p in group["params"]):
             raise ValueError(

@@ -86,8 +86,7 @@ def test_a_step_that_raises_was_not_made_unless_the_error_says_so(
                 run.step()
                 assert run.moves == [1.0] * len(run.params)
                 continue
-            except af.AfterStepWarning as error:
-                assert "the step is made: do not repeat it" in str(error)
+            except af.AfterStepWarning:
                 outcomes.add("warned")
             else:
                 assert warned is not None
