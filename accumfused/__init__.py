@@ -64,7 +64,7 @@ from accumfused.optimizers import (
 )
 from accumfused.optimizers.making import optimizer_of
 from accumfused.rules import Rule
-from accumfused.warn import AccumulationWarning, strict
+from accumfused.warn import AccumulationWarning, AfterStepWarning, strict
 
 __version__ = "0.1.0"
 
@@ -79,6 +79,7 @@ __all__ = [
     "AdamWScheduleFree",
     "Adamax",
     "Adan",
+    "AfterStepWarning",
     "AuditReport",
     "BatchNormWarning",
     "ClipGroup",

@@ -20,10 +20,11 @@ from accumfused.arguments import checked_positive, checked_weight, checked_whole
 from accumfused.core.metrics import Metrics
 from accumfused.core.noise import NoiseEstimate
 from accumfused.core.protocol import Divisors
-from accumfused.core.window import refuse_foreign_scaler
+from accumfused.core.window import refuse_stock_scaler
 from accumfused.eager import no_grad, uncompiled
 from accumfused.settings import setting_like
 from accumfused.torch_optimizer import TorchOptimizer
+from accumfused.warn import warn_after_step
 
 
 def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,6 +132,8 @@ class FusedOptimizer(TorchOptimizer):
             RuntimeError: a fresh gradient while a window is open; an unusable gradient; a non-finite norm with
                 nonfinite="raise".
             ValueError: a normalizer that is not > 0; a window whose weights are all zero.
+
+        An error after the update (metrics run out of memory, say) causes a warning and is not raised: the step is made.
         """
         self._opt_called = True  # what LR schedulers look for
         engine = self._engine
@@ -151,6 +154,8 @@ class FusedOptimizer(TorchOptimizer):
             if measured is not None:
                 engine.refuse_nonfinite(measured, divisors)
             engine.finish(measured)
+        if measured is not None:
+            warn_after_step(measured.failures)
         return loss
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # step tells schedulers itself, without a wrapper
@@ -303,7 +308,7 @@ class FusedOptimizer(TorchOptimizer):
 
         The scaler reads this first: the only moment to refuse gradients that it cannot see.
         """
-        refuse_foreign_scaler(self._engine.window, self._engine.settings.process_group)
+        refuse_stock_scaler(self._engine.window, self._engine.settings)
         return False
 
     @_step_supports_amp_scaling.setter

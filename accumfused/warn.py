@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -18,10 +19,15 @@ class AccumulationWarning(UserWarning):
     """The category of this package's warnings. See `strict`."""
 
 
+class AfterStepWarning(AccumulationWarning):
+    """Warns of what follows an update. As an error (`strict`) it says that the step is made, and not to be repeated."""
+
+
 def strict() -> None:
     """Makes this package's warnings errors, as `warnings.simplefilter("error", accumfused.AccumulationWarning)` does.
 
     Those about windows (dropped before each step, or with a parameter written within) come before anything is written.
+    Those after an update (most steps are skipped, metrics have failed) say that the step is made: do not repeat it.
     Each call that would have warned raises, not only the first.
     """
     warnings.simplefilter("error", AccumulationWarning)
@@ -34,6 +40,27 @@ def warn(message: str, category: type[AccumulationWarning] = AccumulationWarning
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame, depth = frame.f_back, depth + 1
     warnings.warn(message, category, stacklevel=depth + 1)
+
+
+def warn_after_step(errors: Iterable[Exception]) -> None:
+    """Warns, once all of a step is made, of what has failed after it; as an error it keeps the first one's traceback.
+
+    Raises:
+        AfterStepWarning: warnings are errors.
+    """
+    errors = [*errors]
+    if not errors:
+        return
+    if isinstance(errors[0], AfterStepWarning):  # an inner call's, on its way out
+        raise errors[0]
+    texts = dict.fromkeys(
+        str(error) if isinstance(error, AccumulationWarning) else f"what follows the step has failed, {error!r}"
+        for error in errors
+    )
+    try:
+        warn(f"{'; '.join(texts)}; the step is made: do not repeat it", AfterStepWarning)
+    except AfterStepWarning as warning:
+        raise warning from errors[0]
 
 
 def names_of_caller() -> tuple[str, ...]:

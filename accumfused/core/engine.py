@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
@@ -224,11 +225,21 @@ class Engine:
             return
         try:
             numbers = [flat for observer in self.observers for flat in observer.numbers(plan, window)]
-            plan.exchange.add_up([*numbers, *window.arena.memory_of(plan, window.sums)])
+            dropped = self._numbers_of_drops(plan)
+            plan.exchange.add_up([*dropped, *numbers, *window.arena.memory_of(plan, window.sums)])
         except BaseException:
             self.drop()  # some are added up, some are not
             raise
         self.window = window.sealed()
+        if dropped:
+            self.window.weights = replace(self.window.weights, dropped=dropped[0][0] > 0)
+
+    def _numbers_of_drops(self, plan: Plan) -> list[Tensor]:
+        """Returns what processes add up of `dropped`: their scalers back off alike. fp64 [1]; none without "drop"."""
+        if self.settings.nonfinite != "drop":
+            return []
+        number, dropped = torch.zeros(1, dtype=torch.float64, device=plan.device), self.window.weights.dropped
+        return [number if dropped is None else number + dropped]
 
     def _end_accumulation(self, plan: Plan) -> Plan:
         """Completes the window of a step: refuses a gradient that it lacks, follows new parameters, checks its weights.
@@ -353,7 +364,7 @@ class Engine:
             outcome = take_norm(plan, unmeasured, partials, scaling)
         else:
             outcome = self.clipping.take_norm(policies, plan, unmeasured, partials, scaling)
-        outcome.spends_grads = taken.is_open
+        outcome.spends_grads, outcome.dropped = taken.is_open, self.window.weights.dropped
         return Measured(plan, taken, matched, outcome, scaling, divisor, partials)
 
     def _scaling(self, plan: Plan, divisors: Divisors, divisor: Number, *, must: bool) -> tuple[Scaling, bool]:
@@ -399,27 +410,31 @@ class Engine:
     def finish(self, measured: Measured | None) -> None:
         """Makes the step, if there is a gradient, and ends the window; then the step counts.
 
-        A step that fails leaves histories, noise scale and skips as they were, and the window open.
+        A step that fails leaves histories, noise scale and skips as they were, and the window open. Once it is made, no
+        error is raised, because the caller would repeat it: `measured.failures` are for `warn_after_step`.
         """
         if measured is None:
             self.end_window()
             return
-        has_window = self.window.phase is not Phase.IDLE
+        follows: list[Callable[[], None]] = [self.window.habits.stepped] if self.window.phase is not Phase.IDLE else []
         try:
             own_step = self.plans.owner._own_step
             if own_step is not None:
                 own_step(self.plans.owner, self, measured)
             else:
                 self.update(measured, measured.plan.backend.step)
-        except BaseException:
+        except BaseException as error:
             measured.uncount()
-            raise
-        self.window.restore_grad_dtypes()
-        if has_window:
-            self.window.habits.stepped()
-        for observer in self.observers:  # what comes after the step may fail, and must not repeat it
-            observer.after_step(measured)
-        measured.plan.skips.stepped(or_above=self.settings.skip_above is not None)
+            if not measured.is_made or not isinstance(error, Exception):
+                raise
+            measured.failures.append(error)
+        follows += [self.window.restore_grad_dtypes, *(partial(each.after_step, measured) for each in self.observers)]
+        follows.append(partial(measured.plan.skips.stepped, or_above=self.settings.skip_above is not None))
+        for follow in follows:
+            try:
+                follow()
+            except Exception as error:
+                measured.failures.append(error)
 
     def update(self, measured: Measured, step: Step) -> None:
         """Runs `step`, which is `Backend.step` or does as much, with copies of strided parameters around it."""

@@ -113,6 +113,7 @@ class Meter(Observer):
         self.steps = 0
         # Of each chunk of a step that waits for its update: [_SUMS, chunks], in the plan's dtype. None: not measured.
         self._sums: Tensor | None = None
+        self._failure: Exception | None = None  # of a measurement, after some weights were written
         self._clips: Tensor | None = None
         self._last: _Measurement | None = None
         self._layouts: WeakKeyDictionary[Plan, _Layout] = WeakKeyDictionary()
@@ -141,15 +142,58 @@ class Meter(Observer):
 
     def around(self, step: Step) -> Step:
         """Returns the step, or one that also takes the norms of the weights and of their changes."""
-        return step if self._sums is None else partial(_step_in_runs, step, self._sums)
+        return step if self._sums is None else partial(self._step_in_runs, step, self._sums)
+
+    def _step_in_runs(
+        self, step: Step, sums: Tensor, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit
+    ) -> None:
+        """Makes the step of some rows at a time, and takes the squares of their weights and changes.
+
+        Once some weights are written, a measurement that fails (out of memory, say) ends the measuring alone.
+        """
+        nothing, (_, of_weights, of_changes) = Scaling(plan.device), sums.unbind()
+        self._failure = None
+        for number, run in enumerate(_runs(plan, grads)):
+            some = Grads([grad if k in run else None for k, grad in enumerate(grads)])
+            copies: Grads | None = None
+            try:
+                if self._failure is None:
+                    copies = Grads(
+                        [None if g is None else _weights(r).clone() for g, r in zip(some, plan.rows, strict=True)]
+                    )
+                    plan.backend.norm(plan, copies, of_weights, nothing)
+            except Exception as error:
+                if number == 0:  # nothing is written
+                    raise
+                self._failure, copies = error, None
+            if number == 0:
+                commit.begin()
+            step(plan, some, hypers, outcome, Commit())
+            if copies is None:
+                continue
+            try:
+                for row, copy in zip(plan.rows, copies, strict=True):
+                    if copy is not None:
+                        torch.sub(_weights(row), copy, out=copy)
+                plan.backend.norm(plan, copies, of_changes, nothing)
+            except Exception as error:
+                self._failure = error
+        commit.end()
 
     def after_step(self, measured: Measured) -> None:
-        """Adds up the sums if the step was measured; the rest can wait until it is read."""
+        """Adds up the sums if the step was measured; the rest can wait until it is read.
+
+        Raises:
+            Exception: that of a measurement; the metrics stay those of the last step that was measured.
+        """
         plan, outcome = measured.plan, measured.outcome
         self.steps += 1
         if self._sums is None:
             return
         scaling, sums, self._sums = measured.scaling, self._sums, None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         bounds, _, names = self._layouts[plan]
         squares = [plan.backend.segment_norms(plan, sums.view(-1), bound).view(_SUMS, -1) for bound in bounds]
         clip = outcome.coefficient if outcome.coefficients is None else outcome.coefficients.amin()
@@ -164,25 +208,6 @@ class Meter(Observer):
     def read(self) -> Metrics | None:
         """Returns the metrics of the last measured step; None: there was none yet."""
         return None if self._last is None else self._last.metrics()
-
-
-def _step_in_runs(
-    step: Step, sums: Tensor, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit
-) -> None:
-    """Makes the step of some rows at a time, and takes the squares of their weights and changes."""
-    nothing, (_, of_weights, of_changes) = Scaling(plan.device), sums.unbind()
-    for number, run in enumerate(_runs(plan, grads)):
-        some = Grads([grad if k in run else None for k, grad in enumerate(grads)])
-        copies = Grads([None if g is None else _weights(r).clone() for g, r in zip(some, plan.rows, strict=True)])
-        plan.backend.norm(plan, copies, of_weights, nothing)
-        if number == 0:  # what has failed so far has written nothing
-            commit.begin()
-        step(plan, some, hypers, outcome, Commit())
-        for row, copy in zip(plan.rows, copies, strict=True):
-            if copy is not None:
-                torch.sub(_weights(row), copy, out=copy)
-        plan.backend.norm(plan, copies, of_changes, nothing)
-    commit.end()
 
 
 def _runs(plan: Plan, grads: Grads) -> Iterator[range]:

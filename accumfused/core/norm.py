@@ -8,7 +8,7 @@ subnormals: see `formats.numeric.ieee`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -91,6 +91,7 @@ class Measured:
     divisor: Number  # the window's, which is in `scaling`, too
     partials: Tensor | None  # the chunks' sums of squares; None: it took no norm
     is_made: bool = False
+    failures: list[Exception] = field(default_factory=list)  # of what follows the step, once it is made
 
     def count(self) -> None:
         """Counts the step's skip, where `Backend.norm` has not."""

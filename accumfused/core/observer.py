@@ -51,4 +51,4 @@ class Observer:
         return ()
 
     def after_step(self, measured: Measured) -> None:
-        """Counts or measures a step, made or skipped, after it."""
+        """Counts or measures a step, made or skipped, after it. An error causes a warning."""

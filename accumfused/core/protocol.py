@@ -145,6 +145,7 @@ class Outcome:
     spends_grads: bool = False  # the step may overwrite the gradients, which are not read after it
     coefficients: Tensor | None = None  # [rows]: each row's own, in place of the one
     is_above: Tensor | None = None  # bool, shape []: skipped because of a finite norm alone
+    dropped: Tensor | None = None  # bool, shape []: the window left out a micro-batch that was not finite
     history: Tensor | None = None  # of clipping, with this step's norm; it counts if the step is made
 
     @property
@@ -164,7 +165,9 @@ class Outcome:
 
     @property
     def overflowed(self) -> Tensor:
-        return self.skipped if self.is_above is None else self.skipped & ~self.is_above
+        """Whether a loss scale is too large for the step's gradients, those of dropped micro-batches among them."""
+        overflowed = self.skipped if self.is_above is None else self.skipped & ~self.is_above
+        return overflowed if self.dropped is None else overflowed | self.dropped.to(overflowed.device)
 
 
 class Backend(Protocol):

@@ -36,11 +36,12 @@ class Skips:
             self._look(or_above=or_above)
 
     def _begin_copy(self) -> None:
-        self._copy = torch.empty_like(self.count, device="cpu", pin_memory=self.count.is_cuda)
-        self._copy.copy_(self.count, non_blocking=True)
+        copy, arrived = torch.empty_like(self.count, device="cpu", pin_memory=self.count.is_cuda), None
+        copy.copy_(self.count, non_blocking=True)
         if self.count.is_cuda:
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record(torch.cuda.current_stream(self.count.device))
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record(torch.cuda.current_stream(self.count.device))
+        self._copy, self._arrived = copy, arrived  # a copy that failed tells nothing
 
     def _look(self, *, or_above: bool) -> None:
         """Warns if a third of the steps since the last look were skipped; half of the first ones.

@@ -45,6 +45,7 @@ class WindowWeights:
     unit: Number = 1.0
     total: Number = 0.0
     factors: Number = 0.0  # the sum of the factors, as rounded: the divisor of sums of this process alone
+    dropped: Tensor | None = None  # whether a micro-batch was left out as not finite: bool, shape []; None: none is
 
     def check(self, weight: Number | None, plan: Plan, *, in_loss: bool) -> None:
         """Refuses a weight among micro-batches without one, the reverse, and one that is far larger than the first.
@@ -102,7 +103,11 @@ class WindowWeights:
         Args:
             is_finite: whether the micro-batch's norm is, so that it stays: bool, shape []; None: it stays.
         """
-        exchange, counted = plan.exchange, replace(self, is_weighted=weight is not None, count=self.count + 1)
+        dropped = self.dropped
+        if is_finite is not None:
+            dropped = ~is_finite if dropped is None else dropped | ~is_finite
+        exchange = plan.exchange
+        counted = replace(self, is_weighted=weight is not None, count=self.count + 1, dropped=dropped)
         if weight is None:
             if is_finite is None:
                 return counted, MicroBatch(1.0)
@@ -149,12 +154,14 @@ class WindowWeights:
             on_device(number, device, torch.float64) if isinstance(number, Tensor) else number
             for number in (self.unit, self.total, self.factors)
         )
-        return replace(self, unit=unit, total=total, factors=factors)
+        dropped = None if self.dropped is None else self.dropped.to(device)
+        return replace(self, unit=unit, total=total, factors=factors, dropped=dropped)
 
     def saved(self, total: Number, device: torch.device) -> Tensor:
         """Returns the numbers for `resumed`: fp64 [4], unit, total, sum of the factors, count.
 
-        The unit is negative if the device knows the weights, the count for a plain sum.
+        The unit is negative if the device knows the weights, the count for a plain sum, the sum of the factors if a
+        micro-batch was dropped.
 
         Args:
             total: the sum of the weights, or the mean of the processes' sums, which is then that of the factors, too.
@@ -165,6 +172,8 @@ class WindowWeights:
         saved = torch.empty(4, dtype=torch.float64, device=device)
         for place, number in zip(saved.unbind(), (unit, total, factors, count), strict=True):
             place.fill_(number)  # not assigned: to assign a number would wait for a GPU
+        if self.dropped is not None:
+            saved[2].copy_(torch.where(self.dropped.to(device), -saved[2], saved[2]))
         return saved
 
     @classmethod
@@ -174,7 +183,8 @@ class WindowWeights:
         total: Number = saved_total
         if not math.isfinite(saved_total) or (saved_total == 0 and math.copysign(1.0, unit) < 0):
             total = torch.tensor(saved_total, dtype=torch.float64, device="cpu")  # skips the step, and does not raise
-        return cls(count > 0, abs(int(count)), abs(unit), total, factors)
+        dropped = torch.tensor(True, device="cpu") if math.copysign(1.0, factors) < 0 else None
+        return cls(count > 0, abs(int(count)), abs(unit), total, abs(factors), dropped)
 
 
 def weight_if(is_finite: Tensor, weight: Number | None) -> Tensor:

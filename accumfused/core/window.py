@@ -27,6 +27,7 @@ from accumfused.core.reader import adoptable, setting_grads
 from accumfused.core.rows import Grads, Row, check_size
 from accumfused.core.weights import MicroBatch, WindowWeights
 from accumfused.formats import shards
+from accumfused.settings import Settings
 
 
 class Phase(Enum):
@@ -434,8 +435,21 @@ class Window:
         )  # fmt: skip
 
 
-def refuse_foreign_scaler(window: Window, process_group: Any) -> None:
-    """Refuses gradients that a stock GradScaler cannot unscale and check."""
+DROPS_AND_SCALER = (
+    'nonfinite="drop" leaves overflows out before torch.amp.GradScaler can see them, so its scale would grow until the '
+    "largest micro-batches never count; take accumfused.GradScaler, which backs off for them, or leave nonfinite= out"
+)
+
+
+def refuse_stock_scaler(window: Window, settings: Settings) -> None:
+    """Refuses torch's GradScaler where it cannot unscale gradients, or would not hear of overflows."""
+    if settings.nonfinite == "drop" and window.phase is not Phase.IDLE:
+        raise RuntimeError(DROPS_AND_SCALER)
+    refuse_unscaling(window, settings.process_group)
+
+
+def refuse_unscaling(window: Window, process_group: Any) -> None:
+    """Refuses to unscale gradients that are not in p.grad, or not added up."""
     is_idle = window.phase is Phase.IDLE
     if window.is_open or (process_group is not None and is_idle):
         what = "a GradScaler cannot see into an open window"

@@ -19,7 +19,7 @@ from torch import Tensor
 from accumfused.accepted import check_parameters
 from accumfused.batch_norm import check_model
 from accumfused.integrations.audited import FirstSteps, losses_of_trainer
-from accumfused.integrations.logged import Logged, check_logged, check_measured, readings
+from accumfused.integrations.logged import Logged, check_logged, check_measured, check_scaler, readings
 from accumfused.loop.ddp import attach_ddp
 from accumfused.loop.fusing import fuse
 from accumfused.loop.grad_scaler import GradScaler
@@ -85,7 +85,8 @@ def fuse_trainer(
         ImportError: transformers is too old.
         TypeError: `trainer` is no Trainer; a parameter is not fp32, fp16, bf16 or fp64; the optimizer cannot be fused.
         ValueError: DeepSpeed, FSDP or other sharding; the optimizer steps inside backward, lacks trainable parameters,
-            clips by another max_grad_norm or policy than the Trainer, or does not measure `metrics` or `noise_scale`;
+            clips by another max_grad_norm or policy than the Trainer, has nonfinite="drop" with fp16 (whose scaler is
+            torch's), or does not measure `metrics` or `noise_scale`;
             `linears` with several processes or devices.
         RuntimeError: the trainer is fused already, or has trained with an optimizer that is not fused.
     """
@@ -181,6 +182,7 @@ class _FusedTail(TrainerCallback):
             raise RuntimeError(
                 "the trainer's optimizer was replaced without create_optimizer(); override that method to make your own"
             )
+        check_scaler(self.optimizer, accelerator.scaler)
         # A resumed run repeats the whole window, so nothing is lost if Trainer saves inside one.
         prepared.state_dict = functools.partial(FusedOptimizer.state_dict, self.optimizer, window=False)
         pair = self._trainer.model_wrapped, self.optimizer
@@ -309,6 +311,8 @@ def _check_optimizer(trainer: Trainer, optimizer: Any) -> None:
             f"the optimizer has clip={optimizer.settings['clip']}, and Trainer max_grad_norm="
             f"{trainer.args.max_grad_norm}; give Trainer max_grad_norm=0"
         )
+    if fused:
+        check_scaler(optimizer, trainer.accelerator.scaler, is_float16=trainer.args.fp16)
     if not isinstance(optimizer, torch.optim.Optimizer):
         return  # fuse() names the error
     param_ids = {id(param) for group in optimizer.param_groups for param in group["params"]}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accumfused.batch_norm import check_model
 from accumfused.integrations.audited import FirstSteps, steps_of_lightning
-from accumfused.integrations.logged import Logged, check_logged, check_measured, readings
+from accumfused.integrations.logged import Logged, check_logged, check_measured, check_scaler, readings
 from accumfused.loop.fusing import fuse
 from accumfused.optimizer import FusedOptimizer
 from accumfused.warn import say_once
@@ -52,7 +52,8 @@ def fuse_trainer(
     Raises:
         TypeError: `trainer` is no Trainer of Lightning; in `fit()`: the optimizer cannot be fused.
         RuntimeError: the trainer is fused already; in `fit()`: `audit` in manual optimization.
-        ValueError: `metrics` is another word; in `fit()`: an optimizer of accumfused does not measure what is asked.
+        ValueError: `metrics` is another word; in `fit()`: an optimizer of accumfused does not measure what is asked, or
+            has nonfinite="drop" with "16-mixed", whose scaler is torch's.
     """
     package = next((_package(base) for base in type(trainer).__mro__ if base.__name__ == "Trainer"), "")
     if package not in PACKAGES:
@@ -90,6 +91,7 @@ class _FusedSteps:
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, FusedOptimizer):
                 check_measured(optimizer, metrics=self._logged is not None, noise_scale=self._noise_scale)
+                check_scaler(optimizer, getattr(trainer.precision_plugin, "scaler", None))
         for optimizer in stock:
             metrics = self._logged is not None and max(1, trainer.log_every_n_steps)
             fuse(optimizer, metrics=metrics, noise_scale=self._noise_scale)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.nn import Module
 
+from accumfused.core.window import DROPS_AND_SCALER
+from accumfused.loop.grad_scaler import GradScaler
 from accumfused.optimizer import FusedOptimizer
 
 Logged = Literal["groups", "tensors"]
@@ -26,6 +28,17 @@ def check_measured(optimizer: FusedOptimizer, *, metrics: bool, noise_scale: boo
             raise ValueError(
                 f"{name} is asked for, but the optimizer of accumfused does not measure it; make it with {name}=True"
             )
+
+
+def check_scaler(optimizer: FusedOptimizer, scaler: Any, *, is_float16: bool = False) -> None:
+    """Raises a ValueError if torch's scaler is to step an optimizer that leaves out overflows.
+
+    Args:
+        scaler: None: there is none, or (with `is_float16`) none yet.
+    """
+    is_torchs = is_float16 if scaler is None else scaler.is_enabled() and not isinstance(scaler, GradScaler)
+    if is_torchs and optimizer.settings["nonfinite"] == "drop":
+        raise ValueError(DROPS_AND_SCALER)
 
 
 def readings(optimizer: FusedOptimizer, model: Module, logged: Logged | None) -> dict[str, float]:

@@ -16,8 +16,9 @@ from accumfused.arguments import checked_positive
 from accumfused.clip import check_limit
 from accumfused.core.norm import Measured, share
 from accumfused.core.protocol import Divisors
-from accumfused.core.window import Phase, refuse_foreign_scaler
+from accumfused.core.window import Phase, refuse_stock_scaler
 from accumfused.optimizer import FusedOptimizer, check_fused
+from accumfused.warn import warn_after_step
 
 
 class ClipGroup:
@@ -114,7 +115,7 @@ class ClipGroup:
         scaler = sys._getframe(1).f_locals.get("self")  # it tells nothing of what it has unscaled
         states = getattr(scaler, "_per_optimizer_states", {})
         for optimizer in self.optimizers:
-            refuse_foreign_scaler(optimizer._engine.window, optimizer._engine.settings.process_group)
+            refuse_stock_scaler(optimizer._engine.window, optimizer._engine.settings)
             refuse_unscaled(states, optimizer)
         return True
 
@@ -164,13 +165,16 @@ class ClipGroup:
                 for optimizer, measured in members:
                     if measured is not None and optimizer._engine.counts_skips(divisors):
                         measured.count()
-                    _step(optimizer, measured)
+                    _finish(optimizer, measured)
             except BaseException:
                 waiting = [optimizer for optimizer, part in members if part is not None and not part.is_made]
                 if len(waiting) < sum(part is not None for _, part in members):
                     for optimizer in waiting:
                         optimizer._engine.window.phase = Phase.BROKEN
                 raise
+            for optimizer in self.optimizers:  # an error in a hook finds all steps made
+                _run_post_hooks(optimizer)
+        warn_after_step(failure for _, part in members if part is not None for failure in part.failures)
         return loss
 
     def _measure(self, divisors: Divisors) -> list[Measured | None]:
@@ -216,11 +220,14 @@ def _refuse_policies(optimizer: Any) -> None:
         )
 
 
-def _step(optimizer: Any, measured: Measured | None) -> None:
-    """Finishes a member's step after the group has measured, with torch's label for profilers and the last hooks."""
+def _finish(optimizer: Any, measured: Measured | None) -> None:
+    """Finishes a member's step after the group has measured, with torch's label for profilers."""
     optimizer._opt_called = True  # LR schedulers look for it
     with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
         optimizer._engine.finish(measured)
-        hooks = (*optimizer._optimizer_step_post_hooks.values(), *torch_optimizer._global_optimizer_post_hooks.values())
-        for hook in hooks:
-            hook(optimizer, (optimizer,), {})
+
+
+def _run_post_hooks(optimizer: Any) -> None:
+    hooks = (*optimizer._optimizer_step_post_hooks.values(), *torch_optimizer._global_optimizer_post_hooks.values())
+    for hook in hooks:
+        hook(optimizer, (optimizer,), {})

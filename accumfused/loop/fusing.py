@@ -10,12 +10,8 @@ import torch
 from typing_extensions import Unpack
 
 from accumfused.accepted import check_formats, check_parameters, check_settings
-from accumfused.core.engine import Engine
-from accumfused.core.norm import Measured
-from accumfused.core.protocol import Outcome, OwnStep, run
-from accumfused.core.rows import Grads
-from accumfused.core.window import Phase, Window
-from accumfused.formats.shards import local
+from accumfused.core.protocol import OwnStep
+from accumfused.loop.own_step import step_by_itself
 from accumfused.loop.report import growth_of
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers import (
@@ -64,7 +60,9 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
     A torch optimizer that accumfused has too (SGD, Adam, AdamW, RMSprop...: docs/guide/optimizers.md) becomes
     accumfused's. Any other optimizer keeps its own step, and accumfused does the work before it: accumulation,
     normalization, unscaling, norm and clipping. Such a step needs the coefficient on the host (one synchronization),
-    and sees the clipped gradients in `p.grad`.
+    and finds scaled copies in `p.grad`: 4 bytes per fp32 parameter, 2 per 16-bit one, freed after the step. There are
+    none where the coefficient is 1, unless a window's sums have another dtype. After a plain step `p.grad` is as it was
+    before, after one of a window it is None.
 
     16-bit parameters get master weights and fp32 states, which take more memory than torch's. The logger "accumfused"
     warns how much, and names settings that take less, unless `master_weights` is given.
@@ -125,55 +123,6 @@ class NoRule(Rule):
     states = ()
     counts_steps = False
     hypers = ()
-
-
-def step_by_itself(optimizer: Any, engine: Engine, measured: Measured) -> None:
-    """Runs torch's own step on gradients clipped in p.grad; the host waits for the coefficient."""
-    outcome, window = measured.outcome, engine.window
-    coefficient, _, skipped = outcome.values.tolist()
-    if skipped:
-        engine.commit_of_step(measured).end()
-        return
-    if coefficient != 1.0 or outcome.coefficients is not None:
-        _rescale(measured.taken.sums, outcome)
-    if window.is_open:
-        window, expose = window.exposed()
-        run([expose, functools.partial(setattr, engine, "window", window)])
-    if window.phase is Phase.CLOSED:
-        _cast_gradients(window)
-    step: Any = optimizer.torch_class.step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__  # the hooks are ours already
-    applied = [name for name in ("grad_scale", "found_inf") if name in vars(optimizer)]
-    hidden: dict[str, Any] = {name: vars(optimizer).pop(name) for name in applied}
-    try:
-        step(optimizer)
-    finally:
-        vars(optimizer).update(hidden)
-    engine.commit_of_step(measured).end()
-
-
-def _rescale(grads: Grads, outcome: Outcome) -> None:
-    """Multiplies gradients in place by their coefficients, in one pass that reads and writes."""
-    for row, grad in enumerate(grads):
-        if grad is None:
-            continue
-        coefficient = outcome.coefficient_of(row).to(grad.device)
-        if grad.dtype in (torch.float32, torch.float64):
-            grad.mul_(coefficient)
-        else:  # in fp32: torch may round a factor of 16-bit tensors to their dtype (and copying, lose a lazy sign)
-            grad.copy_((grad.float() * coefficient).to(grad.dtype))
-
-
-def _cast_gradients(window: Window) -> None:
-    """Casts p.grad of a closed window to its parameter's dtype: some of torch's steps refuse another dtype."""
-    for index, (param, accumulator) in enumerate(zip(window.params, window.sums, strict=True)):
-        grad, dtype = param.grad, getattr(param, "grad_dtype", None)
-        if grad is None or grad.dtype == param.dtype or dtype not in (None, param.dtype):
-            continue
-        param.grad = grad.to(param.dtype)
-        if local(grad) is accumulator:
-            window.sums[index] = local(param.grad)
 
 
 class ForeignStep(FusedOptimizer):

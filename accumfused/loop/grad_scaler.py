@@ -13,16 +13,18 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from accumfused.core.protocol import Divisors, on_device
-from accumfused.core.window import refuse_foreign_scaler
+from accumfused.core.window import refuse_unscaling
 from accumfused.loop.clip_group import ClipGroup, refuse_unscaled
 from accumfused.optimizer import FusedOptimizer
+from accumfused.warn import AfterStepWarning, warn_after_step
 
 
 class GradScaler(torch.amp.GradScaler):
     """Replaces `torch.amp.GradScaler`: same arguments, loop and checkpoints; torch's optimizers step as in torch.
 
     `step()` always calls the fused optimizer's step and never waits: after an overflow the optimizer writes nothing and
-    counts the skip in `skipped_steps`. `step()` takes open windows too. `unscale_()` serves an external clip: it costs
+    counts the skip in `skipped_steps`. Where `nonfinite="drop"` has left an overflow out of the window, the rest of it
+    steps, and the scale backs off once. `step()` takes open windows too. `unscale_()` serves an external clip: it costs
     the pass that `max_grad_norm` saves, and needs `accumulate(..., last=True)` before it.
     """
 
@@ -35,7 +37,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         members = _members(optimizer) if self._enabled else []
         for member in members:
-            refuse_foreign_scaler(member._engine.window, member._engine.settings.process_group)
+            refuse_unscaling(member._engine.window, member._engine.settings.process_group)
         groups = (group for member in members for group in member.param_groups)
         if any(p.grad is not None and p.grad.dtype == torch.float16 for group in groups for p in group["params"]):
             raise ValueError(
@@ -75,16 +77,23 @@ class GradScaler(torch.amp.GradScaler):
         members = [member._engine for member in _members(optimizer)]
         for engine in members:
             engine.scaler_divisors = divisors
+        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)  # a new one: update() adds to it
+        result, failures = None, list[Exception]()
         try:
             result = taker.step(*args, **kwargs)
+        except AfterStepWarning as warning:  # the step is made
+            failures.append(warning)
         finally:
             for engine in members:
                 engine.scaler_divisors = None
-        outcome = optimizer._engine.outcome if isinstance(optimizer, FusedOptimizer) else None
-        overflowed = taker.step_was_skipped if outcome is None else outcome.overflowed  # a finite norm needs no scale
-        skipped = on_device(overflowed, scale.device, torch.float32)  # a new one: update() adds to it
-        state["found_inf_per_device"] = {skipped.device: skipped}
-        state["stage"] = OptState.STEPPED
+        state["found_inf_per_device"], state["stage"] = {found_inf.device: found_inf}, OptState.STEPPED
+        try:
+            for engine in members:
+                if engine.outcome is not None:
+                    found_inf += on_device(engine.outcome.overflowed, scale.device, torch.float32)
+        except Exception as error:
+            failures.append(error)
+        warn_after_step(failures)
         return result
 
 

@@ -280,7 +280,8 @@ def _check_window(key: Any, param: Tensor, entries: Mapping[str, Any], *, has_su
         unit, total, factors, count = numbers
         is_whole = math.isfinite(count) and count == int(count) != 0
         has_unit = total == 0 or math.isnan(total) or unit * factors != 0
-        if not is_whole or not has_unit or math.inf in map(abs, numbers) or total < 0 or factors < 0:
+        is_negative = total < 0 or (factors < 0 and math.copysign(1.0, unit) > 0)  # see `WindowWeights.saved`
+        if not is_whole or not has_unit or math.inf in map(abs, numbers) or is_negative:
             raise ValueError(
                 f"the open window of parameter {key} has {count:g} micro-batches of the weight {total:g}, as no window "
                 "has; the checkpoint is damaged"

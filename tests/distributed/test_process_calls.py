@@ -90,6 +90,28 @@ def test_processes_skip_together_and_go_on_together(over: str, way: tuple[str, s
         assert not torch.equal(values[2][name], value) or name in ("param 6", "param 7"), name  # `never`, in a DDP
 
 
+def drop_one(last: bool) -> list[tuple[float, list[float], int]]:
+    """In a worker: two windows; rank 1 alone leaves out a micro-batch of the first."""
+    param = nn.Parameter(torch.zeros(3))
+    optimizer = af.SGD([param], lr=1.0, nonfinite="drop", process_group=dist.group.WORLD)
+    scaler, told = af.GradScaler("cpu", init_scale=4.0), []
+    scaler.scale(torch.ones(()))  # makes the scale
+    for window in range(2):
+        for number in range(2):
+            is_bad = (dist.get_rank(), window, number) == (1, 0, 0)
+            param.grad = torch.full((3,), math.inf if is_bad else scaler.get_scale())
+            optimizer.accumulate(1.0, last=last and number == 1)
+        scaler.step(optimizer)
+        scaler.update()
+        told.append((scaler.get_scale(), param.tolist(), int(optimizer.skipped_steps)))
+    return told
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_scalers_of_all_processes_back_off_for_what_one_has_dropped(last: bool) -> None:
+    assert processes.agreed(2, drop_one, last) == [(2.0, [-1.0] * 3, 0), (2.0, [-2.0] * 3, 0)]
+
+
 def disagree(over: str, what: str, last: bool) -> bool:
     """In a worker: rank 1 has no weights, or does not say last=True, or nobody has any weight; True: it was skipped."""
     model, is_one = Net(), dist.get_rank() == 1

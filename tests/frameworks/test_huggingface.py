@@ -210,6 +210,10 @@ def clips_tensors(params: Any) -> af.AdamW:
     return af.AdamW(params, clip=af.PerTensor(0.5))
 
 
+def drops(params: Any) -> af.AdamW:
+    return af.AdamW(params, nonfinite="drop")
+
+
 def some_of(params: Any) -> af.AdamW:
     return af.AdamW([*params][-1:])
 
@@ -243,6 +247,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     ),
     "another clip": (lambda at: make(at, optimizer_of=clips_to_a_half), ValueError, "norm is 0.5, Trainer's is 0.3"),
     "another policy": (lambda at: make(at, optimizer_of=clips_tensors), ValueError, "give Trainer max_grad_norm=0"),
+    "drops overflows of fp16": (
+        lambda at: make(at, optimizer_of=drops, fp16=True), ValueError, r"take accumfused\.GradScaler"
+    ),
     "no clip": (
         lambda at: make(at, optimizer_of=clips_to_a_half, max_grad_norm=0.0), ValueError, "norm is 0.5, Trainer's is 0"
     ),

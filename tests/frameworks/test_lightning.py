@@ -193,6 +193,17 @@ def test_a_training_that_the_mixin_refuses(model: Any, settings: Any, error: Any
         fit(model(), **WINDOWS, **settings())
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_overflows_that_are_dropped_are_refused_with_torchs_scaler(is_fused: bool) -> None:
+    """By `fuse_trainer` before the first batch, and where the scaler first asks: no weight is written."""
+    model: Any = (Stock if is_fused else Weighted)(lambda params: af.AdamW(params, nonfinite="drop"))
+    before = [param.clone() for param in model.net.parameters()]
+    settings = {"metrics": None} if is_fused else {}
+    with pytest.raises(ValueError if is_fused else RuntimeError, match=r"take accumfused\.GradScaler"):
+        fit(model, **WINDOWS, **settings, **precision("16-mixed"))
+    assert all(torch.equal(param, weight) for param, weight in zip(model.net.parameters(), before, strict=True))
+
+
 @pytest.mark.parametrize("name", ["lightning", "pytorch_lightning"])
 def test_a_class_that_the_mixin_refuses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     package = pytest.importorskip(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from typing import Any
@@ -80,3 +81,78 @@ def test_the_noise_scale_knows_nothing_of_it(backend: str) -> None:
     signal = float(2 * mean - each / 4)  # a difference of sums many times as large
     assert float(optimizer.noise_scale().signal) == pytest.approx(signal, rel=1e-4)
     assert_close(torch.cat([param.detach() for param in params]), -(one + other) / 2, "window")
+
+
+# ---- under a scaler -------------------------------------------------------------------------------------------------
+
+
+def scaled_window(optimizers: list[Any], *, last: bool = False) -> None:
+    """Gradients of 1, 1, 1 and, out of float16's range at a scale of 1024, 100: the last one of the first only."""
+    for size in (1.0, 1.0, 1.0, 100.0):
+        for index, optimizer in enumerate(optimizers):
+            param = optimizer.param_groups[0]["params"][0]
+            param.grad = torch.full_like(param, math.inf if size > 1 and index == 0 else 1024.0 * size)
+            optimizer.accumulate(1.0, last=last and size > 1)
+
+
+@pytest.mark.parametrize("kind", ["open", "closed", "unscaled", "group", "copied", "saved"])
+def test_a_scaler_backs_off_once_for_a_window_whose_rest_steps(backend: str, kind: str) -> None:
+    """A group's other member keeps all four; the next window, without an overflow, leaves the scale."""
+    params = [torch.zeros(3, requires_grad=True) for _ in range(2 if kind == "group" else 1)]
+    optimizers: list[Any] = [af.SGD([p], lr=1.0, momentum=0.1, backend=backend, nonfinite="drop") for p in params]
+    scaler = af.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(torch.ones(()))  # makes the scale
+    scaled_window(optimizers, last=kind in ("closed", "unscaled"))
+    if kind == "unscaled":
+        scaler.unscale_(optimizers[0])
+    if kind == "copied":
+        optimizers = [copy.deepcopy(optimizers[0])]
+    if kind == "saved":
+        saved = optimizers[0].state_dict()
+        optimizers = [af.SGD(params, lr=1.0, momentum=0.1, backend=backend, nonfinite="drop")]
+        optimizers[0].load_state_dict(saved)
+    stepper = af.ClipGroup(optimizers, max_grad_norm=1e9) if kind == "group" else optimizers[0]
+    scaler.step(stepper)
+    scaler.update()
+    param = optimizers[0].param_groups[0]["params"][0]
+    assert (param.tolist(), scaler.get_scale()) == ([-1.0] * 3, 2.0**9)
+    assert not bool(stepper.step_was_skipped)
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["params"][0].grad = torch.full((3,), 512.0)
+        optimizer.accumulate(1.0)
+    scaler.step(stepper)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**9
+
+
+@pytest.mark.parametrize("kind", ["open", "closed", "group"])
+def test_torchs_scaler_is_refused_before_it_writes_a_weight(backend: str, kind: str) -> None:
+    params = [torch.zeros(3, requires_grad=True) for _ in range(2 if kind == "group" else 1)]
+    optimizers: list[Any] = [af.SGD([param], lr=1.0, backend=backend, nonfinite="drop") for param in params]
+    stepper: Any = af.ClipGroup(optimizers, max_grad_norm=1e9) if kind == "group" else optimizers[0]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(torch.ones(()))
+    scaled_window(optimizers, last=kind != "open")
+    before = [None if param.grad is None else param.grad.clone() for param in params]
+    with pytest.raises(RuntimeError, match=r"before torch\.amp\.GradScaler can see them.*take accumfused\.GradScaler"):
+        scaler.step(stepper)
+    for param, grad in zip(params, before, strict=True):
+        assert param.tolist() == [0.0] * 3
+        assert (param.grad is None) if grad is None else torch.equal(param.grad, grad)
+
+
+def test_the_largest_micro_batches_count_under_a_scaler(backend: str) -> None:
+    """In float16 a loss of 100 times the others' gradient overflows first: without a backoff it would never count."""
+    param = torch.ones(1, requires_grad=True)
+    optimizer = af.SGD([param], lr=0.0, backend=backend, nonfinite="drop")
+    scaler = af.GradScaler("cpu", init_scale=2.0**8, growth_interval=5)
+    dropped = list[int]()
+    for _ in range(60):
+        for size in (1.0, 1.0, 1.0, 100.0):
+            scaler.scale((param.half() * size).sum().float()).backward()
+            optimizer.accumulate(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        dropped.append(int(optimizer.dropped_micro_batches))
+    assert scaler.get_scale() <= 2.0**10
+    assert dropped[-1] <= 60 / 6 + 1  # one in each growth interval and its backoff
