@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from accumfused.formats import kinds
 from accumfused.rules import Rule
 from accumfused.saving import checkpoint, full_precision, history
 from accumfused.settings import Settings
+from accumfused.warn import say_once
 
 
 def _select(settings: Settings, plan: Plan, last: Plan | None) -> tuple[Backend, Exchange]:
@@ -47,7 +48,7 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuses a model in place of its parameters, before torch's constructors iterate over it."""
-        if any(isinstance(argument, torch.nn.Module) for argument in (*args[:1], options.get("params"))):
+        if any(_is_model(argument) for argument in (*args[:1], options.get("params"))):
             raise TypeError(
                 f"{cls.__name__} takes parameters, and got a model; write {cls.__name__}(model.parameters())"
             )
@@ -68,6 +69,9 @@ class TorchOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             accepted.check_formats(self._rule_of(group), group["params"], settings)
         self._engine = Engine(self, settings, _SURROUNDINGS)
+        dtypes = {param.dtype for group in self.param_groups for param in group["params"] if param.requires_grad}
+        if settings.master_weights not in (None, "auto") and dtypes.isdisjoint((torch.float16, torch.bfloat16)):
+            say_once(f"master_weights={settings.master_weights!r} has no effect: no parameter is bf16 or fp16")
 
     def __repr__(self) -> str:
         """torch's text, then the class, settings other than defaults, the backend, the formats and the window."""
@@ -247,3 +251,10 @@ class TorchOptimizer(torch.optim.Optimizer):
             self._engine = Engine(self, settings, _SURROUNDINGS, window, skipped)
             history.resume(self._engine, histories or {})
             self._engine.group = (lambda: None) if is_grouped else None  # a copy of the group takes it up
+
+
+def _is_model(params: Any) -> bool:
+    """Tells whether this is a module that does not list parameters itself, as torch.nn.ParameterList does."""
+    if not isinstance(params, torch.nn.Module):
+        return False
+    return not (isinstance(params, Iterable) and all(isinstance(each, Tensor | tuple | dict) for each in params))

@@ -145,7 +145,7 @@ def format_of(rule: type[Rule], param: Tensor, settings: Settings) -> Format:
         return Format()  # no kernel reads it
     check_master_weights(param.dtype, settings.master_weights)
     states = States.FLOAT32
-    if rule.states and param.numel() >= settings.state_dtype_min_numel:
+    if rule.states and shards.initialized(param).numel() >= settings.state_dtype_min_numel:
         states = _STATES[settings.state_dtype]
     if states is States.INT8 and not shards.keeps_blocks(param):
         states = States.FLOAT32

@@ -20,6 +20,8 @@ from accumfused.optimizer import FusedOptimizer
 from accumfused.rules import Rule, where
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
+TorchSGD = torch_sgd.SGD  # some programs put ours into its place
+
 
 class SgdRule(Rule):
     is_common = True
@@ -54,7 +56,7 @@ class NesterovRule(MomentumRule):
 
 
 @takes_settings
-class SGD(FusedOptimizer, torch_sgd.SGD):
+class SGD(FusedOptimizer, TorchSGD):
     """SGD, with accumulation, unscaling and clipping in the same pass.
 
     It replaces `torch.optim.SGD`: same arguments, group keys, state names and checkpoints (with momentum, the state
@@ -89,7 +91,7 @@ class SGD(FusedOptimizer, torch_sgd.SGD):
         fused: bool | None = None,
         **settings: Unpack[SettingArguments],
     ) -> None:
-        torch_sgd.SGD.__init__(  # not torch.optim.SGD, which may be this class by now
+        TorchSGD.__init__(  # no attribute of torch's modules: any may be this class by now
             self, params, lr, momentum, dampening, weight_decay, nesterov,
             maximize=maximize, foreach=foreach, differentiable=differentiable, fused=fused,
         )  # fmt: skip

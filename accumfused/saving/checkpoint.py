@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from accumfused.core.engine import Engine
 from accumfused.core.protocol import Owner
@@ -296,7 +297,7 @@ def _check_formats(key: Any, param: Tensor, entries: Mapping[str, Any], optimize
 
 
 def _check_shape(key: Any, param: Tensor, name: str, value: Tensor) -> None:
-    if value.shape != param.shape:
+    if not is_lazy(param) and value.shape != param.shape:  # else the first step compares them
         raise ValueError(
             f"state {name!r} of parameter {key} has shape {list(value.shape)}, its parameter {list(param.shape)}; "
             "load a checkpoint of the same model"
