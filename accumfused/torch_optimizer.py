@@ -138,33 +138,48 @@ class TorchOptimizer(torch.optim.Optimizer):
         window: Window | None = None
         formatted: dict[Tensor, dict[str, Tensor]] = {}
         histories: history.Histories = {}
+        is_checked = is_complete = False
+        before = {"state": self.state, "param_groups": self.param_groups}
 
         def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            nonlocal window, formatted, histories
-            loaded, histories = history.without_histories(loaded)
-            checkpoint.check(self, loaded)
-            loaded = history.with_limits(self.param_groups, loaded)
-            accepted.check_groups(engine.settings, self.rules, loaded["param_groups"], self.defaults)
+            nonlocal window, formatted, histories, is_checked
+            with checkpoint.refusing(ValueError):
+                loaded, histories = history.without_histories(loaded)
+                loaded = checkpoint.with_named_codes(self, loaded)
+                checkpoint.check(self, loaded)
+                loaded = history.with_limits(self.param_groups, loaded)
+                accepted.check_groups(engine.settings, self.rules, loaded["param_groups"], self.defaults)
+            histories = history.of_policies(engine, histories)
             loaded, window = checkpoint.without_window(self, loaded)
             loaded, formatted = checkpoint.without_formats(self, loaded)
+            is_checked = True
             return loaded
 
         def complete(_: torch.optim.Optimizer) -> None:
+            nonlocal is_complete
             for param, entries in formatted.items():
                 self.state[param].update(entries)
+            engine.plans.forget()
+            history.resume(engine, histories)
+            engine.end_window()  # a closed one: its gradients are not those of the checkpoint either
+            if window is not None:
+                engine.window = window
+            is_complete = True
 
         last = self.register_load_state_dict_pre_hook(check)  # after the user's hooks, which may edit the checkpoint
         first = self.register_load_state_dict_post_hook(complete, prepend=True)  # before the user's
         try:
             super().load_state_dict(state_dict)
+        except BaseException:
+            if not is_complete:  # torch may have put a part in place
+                vars(self).update(before)
+                if is_checked:
+                    with checkpoint.refusing():
+                        raise
+            raise
         finally:
             last.remove()
             first.remove()
-        engine.plans.forget()
-        history.resume(engine, histories)
-        engine.end_window()  # a closed one: its gradients are not those of the checkpoint either
-        if window is not None:
-            engine.window = window
 
     def state_dict(self, *, window: bool = True) -> dict[str, Any]:
         """Returns torch's state_dict; `state` holds an open window, under keys that torch's optimizers ignore.
@@ -251,6 +266,9 @@ class TorchOptimizer(torch.optim.Optimizer):
             self._engine = Engine(self, settings, _SURROUNDINGS, window, skipped)
             history.resume(self._engine, histories or {})
             self._engine.group = (lambda: None) if is_grouped else None  # a copy of the group takes it up
+            for group in self.param_groups:  # of an older pickle
+                for param in [param for param in group["params"] if self.state.get(param)]:
+                    self.state[param] = kinds.with_named_codes(self._rule_of(group), self.state[param])
 
 
 def _is_model(params: Any) -> bool:

@@ -11,16 +11,19 @@ from torch import Tensor
 
 from accumfused.formats import codecs
 from accumfused.formats.kinds import (
+    IN_CODES,
     MASTER,
     REMAINDER,
     SEED,
     Format,
     States,
+    codes_name,
     counts_steps,
     is_stored,
     names,
     scale_name,
     scale_shape,
+    state_in,
 )
 from accumfused.formats.numeric import flush_subnormal, full, ieee, layout, memory_order
 from accumfused.rules import Rule
@@ -67,7 +70,7 @@ def make_state(
     """
     if is_stored(rule, form, tensor, entries):
         return
-    fresh = all(entries.get(name) is None for name in rule.states)
+    fresh = all(state_in(entries, name) is None for name in rule.states)
     has_master = MASTER in entries or REMAINDER in entries
     with contextlib.nullcontext() if fresh and form.master is None else ieee():  # zeros need no arithmetic
         values = {name: _full_state(rule, name, tensor, entries) for name in rule.states}
@@ -81,7 +84,8 @@ def make_state(
             entries["step"] = _number(step, tensor.device)
         if form.needs_noise:
             entry = entries.get(SEED)
-            number = seed if entry is None else int(entry)
+            is_cast = isinstance(entry, Tensor) and entry.is_floating_point()  # by an optimizer of torch
+            number = seed if entry is None or is_cast else int(entry)
             entries[SEED] = torch.full((), number, dtype=torch.int64, device=tensor.device)
         if form.master is not None:
             half, entries[form.master[0]] = _halves(form, tensor, full_precision(tensor, entries))
@@ -93,7 +97,7 @@ def make_state(
         for name, value in values.items():
             _put_state(rule, form, name, tensor, value, entries)
     wanted = names(rule, form)
-    formats = (MASTER, REMAINDER, SEED, *map(scale_name, rule.states))
+    formats = (MASTER, REMAINDER, SEED, *rule.states, *map(codes_name, rule.states), *map(scale_name, rule.states))
     for name in [name for name in formats if name in entries and name not in wanted]:
         del entries[name]
 
@@ -156,7 +160,7 @@ def _laid_out(values: Tensor, tensor: Tensor) -> Tensor:
 
 def _full_state(rule: type[Rule], name: str, tensor: Tensor, entries: dict[str, Any]) -> Tensor | None:
     """Decodes a state to fp32, in the parameter's layout; None without a state."""
-    value = entries.get(name)
+    value = state_in(entries, name)
     if value is None:
         return None
     if value.shape != tensor.shape:
@@ -184,9 +188,12 @@ def _put_state(
 ) -> None:
     """Stores a state's fp32 values in the format, or zeros without values."""
     state = torch.zeros_like(tensor, dtype=form.state_dtype, requires_grad=False)
-    entries[name] = state
     if form.states is States.INT8:
-        entries[scale_name(name)] = state.new_zeros(scale_shape(tensor))
+        entries[codes_name(name)], entries[scale_name(name)] = state, state.new_zeros(scale_shape(tensor))
+        if name in rule.restarts:
+            entries[name] = IN_CODES
+    else:
+        entries[name] = state
     if value is None:
         return
     if form.states is not States.INT8:

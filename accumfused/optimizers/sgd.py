@@ -47,6 +47,7 @@ class MomentumRule(SgdRule):
     flags: ClassVar[Mapping[str, bool]] = {"has_momentum": True, "nesterov": False}
     states = ("momentum_buffer",)
     torch_states = ("momentum_buffer",)
+    restarts = ("momentum_buffer",)
     counts_steps = True  # so that a skipped first step leaves the second one the first
 
 

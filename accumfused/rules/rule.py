@@ -74,6 +74,9 @@ class Rule(metaclass=_RuleType):
     flags: ClassVar[Mapping[str, bool]] = {}  # what update() may branch on: each value is another rule
     counts_steps: ClassVar[bool] = True  # keeps state["step"], an fp32 scalar per tensor
     torch_states: ClassVar[tuple[str, ...]] = ()  # all that torch's optimizer of this name keeps and expects
+    restarts: ClassVar[
+        tuple[str, ...]
+    ] = ()  # states that torch's optimizer makes anew, in silence, where they are missing
     # States that begin at a hyper-parameter in torch's checkpoints, not at 0. Step 1 does not read them.
     starts: ClassVar[Mapping[str, str]] = {}
     needs_16_bits: ClassVar[str] = ""  # why 8 bits are too few for its states; "": they are enough
