@@ -185,10 +185,10 @@ class Contributions:
             groups.refuse_synchronizing(ddp)
         if engine.window.is_open and engine.window.weights.is_weighted and self.expected[0] is None:
             raise ValueError(
-                "weights for some micro-batches of a window only; this one began with weights, and a backward without "
-                "one has reached parameters whose gradients are taken there: call optimizer.backward(loss, weight), "
-                "or, for another loss (a GAN's generator), discriminator.requires_grad_(False) before its backward(), "
-                "and True after it"
+                "weights for some micro-batches of a window only; this one began with weights: give one to every "
+                "micro-batch, or to none, by optimizer.backward(loss, weight); or, if another loss has reached these "
+                "parameters (a GAN's generator), discriminator.requires_grad_(False) before its backward(), and True "
+                "after it"
             )
         engine.enter(plan, grads, self.expected[0])
 
