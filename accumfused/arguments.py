@@ -47,7 +47,8 @@ def checked_whole(value: Any, name: str, least: int = 1) -> int:
     """
     text = f"{name} must be a whole number >= {least}, got {value!r}"
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise ValueError(f"{text}: round it to an int")
+        remedy = "round it to an int" if isinstance(value, float) else "give an int"
+        raise ValueError(f"{text}: {remedy}")
     if index(value) < least:
-        raise ValueError(f"{text}: count it again")
+        raise ValueError(f"{text}: {least} is the least")
     return index(value)

@@ -44,9 +44,17 @@ def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
             or torch_optimizer._global_optimizer_post_hooks
             or torch._C._autograd._profiler_enabled()
         )
+        if is_watched and self._engine.window.is_open:
+            self._engine.window.habits.watch_hooks(hooks_before_step(self))
         return (watched if is_watched else func)(self, *args, **kwargs)
 
     return step
+
+
+def hooks_before_step(optimizer: Any) -> list[Callable[..., Any]]:
+    """Lists the hooks that run before a step: those of all optimizers, then this one's."""
+    of_all = torch_optimizer._global_optimizer_pre_hooks.values()
+    return [*of_all, *optimizer._optimizer_step_pre_hooks.values()]
 
 
 class FusedOptimizer(TorchOptimizer):
@@ -93,8 +101,8 @@ class FusedOptimizer(TorchOptimizer):
         plan, _, present = engine.check(weight, in_loss=True, last=last)
         if present or engine.window.in_progress is not None:
             raise RuntimeError(
-                "there is a gradient that was not accumulated; call accumulate() first, or, if another loss left it "
-                "(a GAN's generator), the module's zero_grad(): discriminator.zero_grad() drops it and no window"
+                "there is a gradient that was not accumulated; call accumulate() first, or, if another loss has left "
+                f"it (a GAN's generator, in the discriminator), {engine.remedy_of_other_losses}"
             )
         in_loss = weight is None or _holds(loss.dtype, weight)
         if not in_loss and (engine.during_backward is not None or plan.exchange.has_means):

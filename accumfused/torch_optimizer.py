@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ from accumfused.formats import kinds
 from accumfused.rules import Rule
 from accumfused.saving import checkpoint, full_precision, history
 from accumfused.settings import Settings
+from accumfused.warn import say_once
 
 
 def _select(settings: Settings, plan: Plan, last: Plan | None) -> tuple[Backend, Exchange]:
@@ -67,7 +68,7 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuses a model in place of its parameters, before torch's constructors iterate over it."""
-        if any(isinstance(argument, torch.nn.Module) for argument in (*args[:1], options.get("params"))):
+        if any(_is_model(argument) for argument in (*args[:1], options.get("params"))):
             raise TypeError(
                 f"{cls.__name__} takes parameters, and got a model; write {cls.__name__}(model.parameters())"
             )
@@ -88,6 +89,9 @@ class TorchOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             accepted.check_formats(self._rule_of(group), group, group["params"], settings)
         self._engine = Engine(self, settings, _SURROUNDINGS)
+        dtypes = {param.dtype for group in self.param_groups for param in group["params"] if param.requires_grad}
+        if settings.master_weights not in (None, "auto") and dtypes.isdisjoint((torch.float16, torch.bfloat16)):
+            say_once(f"master_weights={settings.master_weights!r} has no effect: no parameter is bf16 or fp16")
 
     def __repr__(self) -> str:
         """torch's text, then the class, settings other than defaults, the backend, the formats and the window."""
@@ -156,33 +160,49 @@ class TorchOptimizer(torch.optim.Optimizer):
         window: Window | None = None
         formatted: dict[Tensor, dict[str, Tensor]] = {}
         histories: history.Histories = {}
+        is_checked = is_complete = False
+        before = {"state": self.state, "param_groups": self.param_groups}
 
         def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            nonlocal window, formatted, histories
-            loaded, histories = history.without_histories(loaded)
-            checkpoint.check(self, loaded)
-            for own, group in zip(self.param_groups, loaded["param_groups"], strict=False):  # torch compares them
-                group = {**self.defaults, **group}
-                accepted.check_formats(self._rule_of(group), group, own["params"], engine.settings)
-            loaded = history.with_limits(self.param_groups, loaded)
-            accepted.check_groups(engine.settings, self.rules, loaded["param_groups"], self.defaults)
+            nonlocal window, formatted, histories, is_checked
+            with checkpoint.refusing(ValueError):
+                loaded, histories = history.without_histories(loaded)
+                loaded = checkpoint.with_named_codes(self, loaded)
+                checkpoint.check(self, loaded)
+                for own, group in zip(self.param_groups, loaded["param_groups"], strict=False):  # torch compares them
+                    group = {**self.defaults, **group}
+                    accepted.check_formats(self._rule_of(group), group, own["params"], engine.settings)
+                loaded = history.with_limits(self.param_groups, loaded)
+                accepted.check_groups(engine.settings, self.rules, loaded["param_groups"], self.defaults)
+            histories = history.of_policies(engine, histories)
             loaded, window = checkpoint.without_window(self, loaded)
             loaded, formatted = checkpoint.without_formats(self, loaded)
+            is_checked = True
             return loaded
 
         def complete(_: torch.optim.Optimizer) -> None:
+            nonlocal is_complete
             for param, entries in formatted.items():
                 self.state[param].update(entries)
+            engine.plans.forget()
+            history.resume(engine, histories)
+            engine.end_window()  # a closed one: its gradients are not those of the checkpoint either
+            if window is not None:
+                engine.window = window
+            is_complete = True
 
         with _own_hooks(self, check, complete):
             self.register_load_state_dict_pre_hook(check)  # after the user's hooks, which may edit the checkpoint
             self.register_load_state_dict_post_hook(complete, prepend=True)  # before the user's
-            super().load_state_dict(state_dict)
-        engine.plans.forget()
-        history.resume(engine, histories)
-        engine.end_window()  # a closed one: its gradients are not those of the checkpoint either
-        if window is not None:
-            engine.window = window
+            try:
+                super().load_state_dict(state_dict)
+            except BaseException:
+                if not is_complete:  # torch may have put a part in place
+                    vars(self).update(before)
+                    if is_checked:
+                        with checkpoint.refusing():
+                            raise
+                raise
 
     def state_dict(self, *, window: bool = True) -> dict[str, Any]:
         """Returns torch's state_dict; `state` holds an open window, under keys that torch's optimizers ignore.
@@ -266,3 +286,13 @@ class TorchOptimizer(torch.optim.Optimizer):
             self._engine = Engine(self, settings, _SURROUNDINGS, window, skipped)
             history.resume(self._engine, histories or {})
             self._engine.group = (lambda: None) if is_grouped else None  # a copy of the group takes it up
+            for group in self.param_groups:  # of an older pickle
+                for param in [param for param in group["params"] if self.state.get(param)]:
+                    self.state[param] = kinds.with_named_codes(self._rule_of(group), self.state[param])
+
+
+def _is_model(params: Any) -> bool:
+    """Tells whether this is a module that does not list parameters itself, as torch.nn.ParameterList does."""
+    if not isinstance(params, torch.nn.Module):
+        return False
+    return not (isinstance(params, Iterable) and all(isinstance(each, Tensor | tuple | dict) for each in params))

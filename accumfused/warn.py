@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 import torch
 
@@ -69,6 +72,24 @@ def names_of_caller() -> tuple[str, ...]:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame = frame.f_back
     return frame.f_code.co_names
+
+
+def names_of(hook: Callable[..., Any]) -> set[str]:
+    """Returns the names that a user's function or method uses, comprehensions within it, too; none of a package's here.
+
+    Those are the hooks of torch, of its schedulers and profilers, and of accumfused.
+    """
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    function = hook if hasattr(hook, "__code__") or hasattr(hook, "__func__") else type(hook).__call__
+    codes = [getattr(inspect.unwrap(function), "__code__", None)]
+    names = set[str]()
+    while codes:
+        code = codes.pop()
+        if isinstance(code, CodeType) and not code.co_filename.startswith(_INSIDE):
+            names.update(code.co_names)
+            codes += code.co_consts
+    return names
 
 
 @functools.cache

@@ -77,14 +77,15 @@ def assert_all_same_bits(actual: Mapping[str, Tensor], expected: Mapping[str, Te
 
 
 def everything(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Copies of all parameters, states and step counts, and of what groups count, by name."""
+    """Copies of all parameters, states and step counts, and of what groups count, by name: codes by their state's."""
     found = {}
     for index, group in enumerate(optimizer.param_groups):
         found |= {f"{name} of group {index}": group[name].clone() for name in SUMS if name in group}
     for index, param in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         found[f"param {index}"] = param.detach().clone()
         for name, value in optimizer.state.get(param, {}).items():
-            found[f"{name} {index}"] = value.detach().clone()
+            if isinstance(value, Tensor):
+                found[f"{name.removesuffix('_8bit')} {index}"] = value.detach().clone()
     return found
 
 

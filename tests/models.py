@@ -24,7 +24,7 @@ from torch.nn import Module, Parameter, ParameterList
 from torch.utils.checkpoint import checkpoint
 
 import accumfused as af
-from accumfused.formats import codecs, numeric
+from accumfused.formats import codecs, kinds, numeric
 
 MASTERS = tuple(name for name, (_, options) in WEIGHTS.items() if options.get("master_weights"))
 
@@ -132,7 +132,7 @@ def in_fp64(entries: Mapping[str, Any], names: Iterable[str]) -> dict[str, Tenso
     """These states of a parameter, whatever they are kept in."""
     found = {}
     for name in names:
-        value = entries[name]
+        value = kinds.state_in(entries, name)
         if value.dtype == torch.uint8:
             codes, scale = numeric.memory_order(value), entries[f"{name}_scale"].view(-1)
             value = torch.empty_like(value, dtype=torch.float32)

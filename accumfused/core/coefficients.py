@@ -75,10 +75,14 @@ class Clipping:
         self.history: Tensor | None = None
         self._segments: WeakKeyDictionary[Plan, tuple[bool, Segments]] = WeakKeyDictionary()
 
+    @property
+    def of_history(self) -> tuple[ZScore | None, RunningMean | None]:
+        """The policies that keep a history, in the order of its rows."""
+        return Policies(self.settings.clip, None, self.settings.skip_above).of_history
+
     def resume(self, history: Tensor | None) -> None:
         """Goes on from a checkpoint's history, if a policy keeps one."""
-        settings = self.settings
-        self.history = history if any(Policies(settings.clip, None, settings.skip_above).of_history) else None
+        self.history = history if any(self.of_history) else None
 
     def policies(self, param_groups: Sequence[Mapping[str, Any]]) -> Policies | None:
         """Returns the policies of a step, or None: one coefficient from one norm.

@@ -289,9 +289,19 @@ class Engine:
         if present and self.window.is_open:
             raise RuntimeError(
                 "a window is open and there is a gradient that was not accumulated; "
-                "call accumulate() after the last backward(), before step(); or, if another loss has left it (a "
-                "generator's, in the discriminator), the module's zero_grad(), which keeps the window"
+                "call accumulate() after the last backward(), before step(); or, if another loss has left it (a GAN's "
+                f"generator, in the discriminator), {self.remedy_of_other_losses}"
             )
+
+    @property
+    def remedy_of_other_losses(self) -> str:
+        """What a loop does about gradients that another loss leaves in these parameters."""
+        if self.during_backward is None:
+            return "the module's zero_grad(): discriminator.zero_grad() drops it and no window"
+        return (
+            "zero_grad() of the optimizer, because gradients are taken during backward and this one is in the sums; "
+            "from then on discriminator.requires_grad_(False) before that loss's backward(), and True after it"
+        )
 
     def refuse_open(self, call: str, why: str = "") -> None:
         """Refuses a call while a window is open."""

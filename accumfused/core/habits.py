@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 from accumfused.core.plan import Plan
 from accumfused.core.rows import Grads
-from accumfused.warn import names_of_caller, warn
+from accumfused.warn import names_of, names_of_caller, warn
 
 _WATCHED = 64  # parameters whose versions a window watches: what a loop does in each window comes to light soon
 
@@ -28,7 +29,8 @@ class Habits:
         self._every = 1
         self._drops = 0  # open windows since the last step
         self._steps_after_drops = 0  # in a row
-        self._warned_of_drops = self._warned_of_writes = self._warned_of_sums = self._saw_loop = False
+        self._warned_of_drops = self._warned_of_writes = self._warned_of_sums = False
+        self._warned_of_hooks = self._saw_loop = False
         # Of a p.grad that the last step has taken: its id and version (a weak reference would forbid torch to swap it),
         # and `from_windows` at that step. A new gradient at that id has another version: its window's writes alone.
         self._taken = self._taken_version = self._taken_at = 0
@@ -119,9 +121,8 @@ class Habits:
         window = self.from_windows - self._taken_at  # an iterator that stands still elsewhere gives none
         if window and id(grad) == self._taken and grad._version - self._taken_version == window:
             warn(
-                "step() takes gradients to which this window has added, and which hold those of the windows before, "
-                "too: the loop calls neither accumulate() nor zero_grad(); call optimizer.accumulate(weight) after "
-                "each backward()"
+                "p.grad still holds the previous windows' gradients: the loop calls neither accumulate() nor "
+                "zero_grad(); call optimizer.accumulate(weight) after each backward()"
             )
             self._warned_of_sums = True
         self._taken, self._taken_version, self._taken_at = id(grad), grad._version, self.from_windows
@@ -136,6 +137,24 @@ class Habits:
                 "the code that calls step() names clip_grad_norm_, which finds no gradient in an open window and clips "
                 "nothing; give the optimizer max_grad_norm=, or close the window by accumulate(weight, last=True)"
             )
+
+    def watch_hooks(self, hooks: Iterable[Callable[..., Any]]) -> None:
+        """Warns, before a step of an open window, of hooks before it that look for gradients.
+
+        Where the window's last micro-batch closed it, they find its mean in `p.grad`.
+        """
+        if self._warned_of_hooks:
+            return
+        for hook in hooks:
+            found = {"grad", "clip_grad_norm_"}.intersection(names_of(hook))
+            if found:
+                warn(
+                    f"a hook before step() ({getattr(hook, '__qualname__', type(hook).__name__)}) names {min(found)}, "
+                    "and finds no gradient in an open window; close the window before step(), by accumulate(weight, "
+                    "last=True), and the hook gets its mean in p.grad"
+                )
+                self._warned_of_hooks = True
+                return
 
     def dropped(self) -> None:
         """Counts an open window that ends without a step."""

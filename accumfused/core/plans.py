@@ -31,6 +31,7 @@ from accumfused.core.skips import Skips
 from accumfused.formats.convert import state_of
 from accumfused.formats.kinds import check_states, is_stored, names
 from accumfused.formats.numeric import chunk_count
+from accumfused.formats.shards import initialized
 from accumfused.rules import Rule
 from accumfused.settings import Settings
 
@@ -97,7 +98,7 @@ class Plans:
         plan = build(self._owner, rules, self.settings)
         backend, plan.exchange = self._surroundings.select(self.settings, plan, last)
         for row in plan.rows:
-            row.is_bundled = 4 * row.param.numel() < plan.exchange.bundled_bytes
+            row.is_bundled = 4 * initialized(row.param).numel() < plan.exchange.bundled_bytes
         plan.backend = self.backend or backend
         plan.backend.prepare(plan)
         if self.skips.count.device != plan.device:

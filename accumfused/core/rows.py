@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accumfused.formats import shards
@@ -74,6 +75,7 @@ class Row:
     origin: int
     copy: Tensor | None  # a dense copy, which the kernels write, if the memory is not dense
     has_state: bool  # the state is complete, and in the row's format
+    is_initialized: bool  # else it is a lazy module's, and empty
     is_bundled: bool = False  # its accumulator is small, and travels together with others
 
     @property
@@ -115,7 +117,7 @@ def row_of(source: Source, group: int, rule: type[Rule], settings: Settings, chu
     if has_state:
         has_state = is_stored(rule, form, tensor, entries if shard is None else shard.parts(entries))
     origin = 0 if shard is None else shard.origin
-    return Row(source, group, rule, form, chunk, shard, origin, copy, has_state)
+    return Row(source, group, rule, form, chunk, shard, origin, copy, has_state, not is_lazy(param))
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -132,7 +134,9 @@ def is_freed(tensor: Tensor) -> bool:
 def check_parameter(param: Tensor) -> None:
     """Refuses a parameter that no backend can update."""
     if param.is_complex():
-        raise RuntimeError("complex parameters are not supported; optimize torch.view_as_real(parameter) instead")
+        raise RuntimeError(
+            "complex parameters are not supported; give them to an optimizer of torch's own, and the others to this one"
+        )
     if param.dtype not in TORCH_DTYPES:
         dtypes = ", ".join(str(dtype) for dtype in TORCH_DTYPES)
         raise TypeError(f"a parameter is {param.dtype}; supported are {dtypes}")
@@ -142,7 +146,10 @@ def check_parameter(param: Tensor) -> None:
             "of torch's own, and the others to this one"
         )
     if param.is_neg():
-        raise RuntimeError("a parameter is lazily negated, so its memory holds other values; use param.resolve_neg()")
+        raise RuntimeError(
+            "a parameter is lazily negated, so its memory holds other values; put Parameter(param.detach()"
+            ".resolve_neg()) in its place"
+        )
     if not has_memory(param) or is_freed(param):
         raise RuntimeError(
             f"a parameter has no memory to update (layout {param.layout}, device {param.device}); materialize it first"
@@ -150,7 +157,7 @@ def check_parameter(param: Tensor) -> None:
     if layout(param) == "overlapping":
         raise RuntimeError(
             f"a parameter of shape {list(param.shape)} and strides {list(param.stride())} overlaps itself in memory "
-            "(expanded?); clone() it first"
+            "(expanded?); put Parameter(param.detach().clone()) in its place"
         )
 
 
@@ -227,7 +234,7 @@ def _check_writable(params: Sequence[Tensor]) -> None:
         if any(start < _end(param) and param.data_ptr() < end for start, end in read_only):
             raise RuntimeError(
                 f"a parameter of shape {list(param.shape)} lies in memory that is mapped read-only (a file, or an "
-                "array that cannot be written); clone() it first"
+                "array that cannot be written); put Parameter(param.detach().clone()) in its place"
             )
 
 

@@ -408,8 +408,9 @@ class Window:
             partials, is_measured = partials.new_zeros(plan.chunks), [False] * len(plan.rows)
         if len(partials) < plan.chunks:
             partials = torch.cat([partials, partials.new_zeros(plan.chunks - len(partials))])
-        if self.plan is None:
-            self.habits.see(plan)
+        both = zip(old_rows, plan.rows, strict=False)
+        if self.plan is None or any(new.is_initialized and not old.is_initialized for old, new in both):
+            self.habits.see(plan)  # a lazy module's first forward pass has written its parameters
         else:
             self.habits.see_new(plan, count)
         return replace(

@@ -12,15 +12,17 @@ from torch import Tensor
 
 from accumfused.formats import codecs
 from accumfused.formats.kinds import (
+    IN_CODES,
     MASTER,
     REMAINDER,
     SEED,
     Format,
     States,
+    codes_name,
     counts_steps,
-    names,
     scale_name,
     scale_shape,
+    state_in,
 )
 from accumfused.formats.numeric import flush_subnormal, full, ieee, layout, memory_order
 from accumfused.rules import Rule
@@ -68,7 +70,7 @@ def state_of(
     Returns:
         The whole state; and values for the parameter, in its dtype, where a loaded master has others, or None.
     """
-    fresh = all(entries.get(name) is None for name in rule.states)
+    fresh = all(state_in(entries, name) is None for name in rule.states)
     has_master = MASTER in entries or REMAINDER in entries
     made, weights = dict[str, Any](), None
     with contextlib.nullcontext() if fresh and form.master is None else ieee():  # zeros need no arithmetic
@@ -83,7 +85,8 @@ def state_of(
             made["step"] = _number(step, tensor.device)
         if form.needs_noise:
             entry = entries.get(SEED)
-            number = seed if entry is None else int(entry)
+            is_cast = isinstance(entry, Tensor) and entry.is_floating_point()  # by an optimizer of torch
+            number = seed if entry is None or is_cast else int(entry)
             made[SEED] = torch.full((), number, dtype=torch.int64, device=tensor.device)
         if form.master is not None:
             half, made[form.master[0]] = _halves(form, tensor, full_precision(tensor, entries))
@@ -94,7 +97,7 @@ def state_of(
             weights = full_precision(tensor, entries)
         for name, value in values.items():
             made |= _stored(rule, form, name, tensor, value)
-    formats = {MASTER, REMAINDER, SEED, *map(scale_name, rule.states)} - {*names(rule, form)}
+    formats = {MASTER, REMAINDER, SEED, *rule.states, *map(codes_name, rule.states), *map(scale_name, rule.states)}
     return {name: value for name, value in entries.items() if name not in formats} | made, weights
 
 
@@ -159,7 +162,7 @@ def _laid_out(values: Tensor, tensor: Tensor) -> Tensor:
 
 def _full_state(rule: type[Rule], name: str, tensor: Tensor, entries: Mapping[str, Any]) -> Tensor | None:
     """Decodes a state to fp32, in the parameter's layout; None without a state."""
-    value = entries.get(name)
+    value = state_in(entries, name)
     if value is None:
         return None
     if value.shape != tensor.shape:
@@ -187,7 +190,9 @@ def _stored(rule: type[Rule], form: Format, name: str, tensor: Tensor, value: Te
     state = torch.zeros_like(tensor, dtype=form.state_dtype, requires_grad=False)
     made: dict[str, Any] = {name: state}
     if form.states is States.INT8:
-        made[scale_name(name)] = state.new_zeros(scale_shape(tensor))
+        made = {codes_name(name): state, scale_name(name): state.new_zeros(scale_shape(tensor))}
+        if name in rule.restarts:
+            made[name] = IN_CODES
     if value is None:
         return made
     if form.states is not States.INT8:

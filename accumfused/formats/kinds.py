@@ -24,6 +24,8 @@ from accumfused.settings import MasterWeights, Settings
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of parameters and gradients, in the order of csrc/rows.h
 TORCH_DTYPES = (*DTYPES, torch.float64)  # torch's own kernels take fp64, too
 SEED, REMAINDER, MASTER = "rounding_seed", "master_remainder", "master_weight"  # keys of a parameter's state
+# Stands for a state that is kept in codes, if its optimizer of torch would begin a missing one anew: this fails there.
+IN_CODES = 8
 
 
 class WeightFormat(NamedTuple):
@@ -148,7 +150,7 @@ def format_of(rule: type[Rule], param: Tensor, settings: Settings) -> Format:
         return Format()  # no kernel reads it
     check_master_weights(param.dtype, settings.master_weights)
     states = States.FLOAT32
-    if rule.states and param.numel() >= settings.state_dtype_min_numel:
+    if rule.states and shards.initialized(param).numel() >= settings.state_dtype_min_numel:
         states = _STATES[settings.state_dtype]
     if states is States.INT8 and not shards.keeps_blocks(param):
         states = States.FLOAT32
@@ -219,13 +221,36 @@ def names(rule: type[Rule], form: Format) -> list[str]:
     keys = ["step"] if counts_steps(rule, form) else []
     keys += [SEED] if form.needs_noise else []
     keys += [form.master[0]] if form.master else []
-    keys += rule.states
-    keys += [scale_name(name) for name in rule.states] if form.states is States.INT8 else []
-    return keys
+    if form.states is not States.INT8:
+        return [*keys, *rule.states]
+    return [*keys, *map(codes_name, rule.states), *map(scale_name, rule.states), *rule.restarts]
+
+
+def codes_name(state: str) -> str:
+    """Names a state's codes otherwise than the state: optimizers of torch would take them for numbers."""
+    return f"{state}_8bit"
 
 
 def scale_name(state: str) -> str:
     return f"{state}_scale"
+
+
+def state_in(entries: Mapping[str, Any], state: str) -> Any:
+    """Returns the codes of a state, or its numbers; None: it has neither."""
+    codes = entries.get(codes_name(state))
+    return entries.get(state) if codes is None else codes
+
+
+def with_named_codes(rule: type[Rule], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a parameter's state with names of their own for codes, which have their states' in older checkpoints."""
+
+    def is_coded(name: str) -> bool:
+        codes = entries.get(name)
+        return isinstance(codes, Tensor) and codes.dtype == torch.uint8 and scale_name(name) in entries
+
+    coded = [name for name in rule.states if is_coded(name)]
+    named = {codes_name(name) if name in coded else name: value for name, value in entries.items()}
+    return named | {name: IN_CODES for name in coded if name in rule.restarts}
 
 
 def scale_shape(param: Tensor) -> tuple[int, ...]:
@@ -252,7 +277,8 @@ def is_stored(rule: type[Rule], form: Format, param: Tensor, entries: Mapping[st
     if not all(_fits(name, entries.get(name), rule, form, param) for name in wanted):
         return False
     # Entries of another format must not outlive a step.
-    return rule.is_foreign or not any(name in entries and name not in wanted for name in (SEED, REMAINDER, MASTER))
+    others = (SEED, REMAINDER, MASTER, *map(codes_name, rule.states))
+    return rule.is_foreign or not any(name in entries and name not in wanted for name in others)
 
 
 def storage_of(rule: type[Rule], form: Format, entries: Mapping[str, Any]) -> Storage:
@@ -261,18 +287,22 @@ def storage_of(rule: type[Rule], form: Format, entries: Mapping[str, Any]) -> St
         entries["step"] if counts_steps(rule, form) else None,
         entries[SEED] if form.needs_noise else None,
         entries[form.master[0]] if form.master else None,
-        [entries[name] for name in rule.states],
+        [state_in(entries, name) for name in rule.states],
         [entries[scale_name(name)].view(-1) for name in rule.states] if form.states is States.INT8 else [],
     )
 
 
 def _fits(name: str, value: Any, rule: type[Rule], form: Format, param: Tensor) -> bool:
+    in_codes = form.states is States.INT8
+    if in_codes and name in rule.restarts:
+        return isinstance(value, int) and value == IN_CODES
     if not isinstance(value, Tensor) or value.device != param.device:
         return False
     if name in ("step", SEED):
         return value.dim() == 0 and value.dtype == (torch.int64 if name == SEED else torch.float32)
-    if name in rule.states or (form.master is not None and name == form.master[0]):
-        dtype = form.state_dtype if name in rule.states else form.master[1]  # type: ignore[index]
+    is_state = name in (map(codes_name, rule.states) if in_codes else rule.states)
+    if is_state or (form.master is not None and name == form.master[0]):
+        dtype = form.state_dtype if is_state else form.master[1]  # type: ignore[index]
         return value.dtype == dtype and value.shape == param.shape and _same_strides(value, param)
     return value.dtype == torch.uint8 and value.shape == scale_shape(param) and value.is_contiguous()
 

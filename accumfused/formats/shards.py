@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from accumfused.formats.codecs import BLOCK
 
@@ -23,9 +24,14 @@ def is_dtensor(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def initialized(tensor: Any) -> Any:
+    """The memory of a lazy module's parameter, which is empty as long as nobody knows its shape; others unchanged."""
+    return tensor.data if is_lazy(tensor) else tensor
+
+
 def local(tensor: Any) -> Any:
-    """This process's shard of a DTensor, always the same object; any other value unchanged."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
+    """This process's shard of a DTensor, always the same object; any other value unchanged, if it is initialized."""
+    return tensor._local_tensor if is_dtensor(tensor) else initialized(tensor)
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,10 @@ def shard_of(param: Tensor) -> Shard | None:
     spec: Any = param
     mesh, placements = spec.device_mesh, tuple(spec.placements)
     if any(placement.is_partial() for placement in placements):
-        raise RuntimeError(f"a parameter is placed as {placements}: a sum that is pending; redistribute() it first")
+        raise RuntimeError(
+            f"a parameter is placed as {placements}: a sum that is pending; put "
+            "Parameter(param.detach().redistribute(...)) in its place"
+        )
     cut = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
     try:
         groups = tuple(mesh.get_group(dim) for dim in cut)
@@ -143,7 +152,7 @@ def shard_of(param: Tensor) -> Shard | None:
 
 def owned(param: Tensor, shard: Shard | None) -> Tensor:
     """The tensor of this process's shard of a parameter."""
-    return param if shard is None else local(param).detach()
+    return initialized(param) if shard is None else local(param).detach()  # type: ignore[no-any-return]
 
 
 def keeps_blocks(param: Tensor) -> bool:

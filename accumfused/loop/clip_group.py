@@ -17,7 +17,7 @@ from accumfused.clip import check_limit
 from accumfused.core.norm import Measured, share
 from accumfused.core.protocol import Divisors
 from accumfused.core.window import Phase, refuse_stock_scaler
-from accumfused.optimizer import FusedOptimizer, check_fused
+from accumfused.optimizer import FusedOptimizer, check_fused, hooks_before_step
 from accumfused.warn import warn_after_step
 
 
@@ -148,10 +148,10 @@ class ClipGroup:
         if normalizer is not None:
             normalizer = checked_positive(normalizer, "normalizer")
         for optimizer in self.optimizers:  # a hook may write gradients, so all run before the norm
-            for hook in (
-                *torch_optimizer._global_optimizer_pre_hooks.values(),
-                *optimizer._optimizer_step_pre_hooks.values(),
-            ):
+            hooks = hooks_before_step(optimizer)
+            if optimizer._engine.window.is_open:
+                optimizer._engine.window.habits.watch_hooks(hooks)
+            for hook in hooks:
                 hook(optimizer, (optimizer,), {})
         loss = None
         if closure is not None:

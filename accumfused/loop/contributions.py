@@ -183,6 +183,13 @@ class Contributions:
             return
         for ddp in engine.attached:
             groups.refuse_synchronizing(ddp)
+        if engine.window.is_open and engine.window.weights.is_weighted and self.expected[0] is None:
+            raise ValueError(
+                "weights for some micro-batches of a window only; this one began with weights: give one to every "
+                "micro-batch, or to none, by optimizer.backward(loss, weight); or, if another loss has reached these "
+                "parameters (a GAN's generator), discriminator.requires_grad_(False) before its backward(), and True "
+                "after it"
+            )
         engine.enter(plan, grads, self.expected[0])
 
     def watch_backward(self) -> None:

@@ -27,6 +27,7 @@ from accumfused.optimizers import (
     RMSprop,
 )
 from accumfused.rules import Rule
+from accumfused.saving.checkpoint import refuse_cast
 from accumfused.settings import SettingArguments, Settings, chosen, takes_settings
 from accumfused.warn import say_once
 
@@ -77,8 +78,8 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
     Raises:
         TypeError: `optimizer` is none, wraps another one, or is fused already; its step needs a closure (LBFGS) or
             sparse gradients (SparseAdam); a parameter is not fp32, fp16, bf16 or fp64; an unknown setting.
-        ValueError: a wrong setting; masters, metrics, or formats of states or accumulators, for an optimizer that keeps
-            its own step.
+        ValueError: a wrong setting; a state that the optimizer has loaded from a checkpoint of this package, and has
+            cast; masters, metrics, or formats of states or accumulators, for an optimizer that keeps its own step.
         RuntimeError: the backend cannot run; something other than a scheduler has replaced `optimizer.step`.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -93,6 +94,7 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
     for group in optimizer.param_groups:
         check_parameters(group["params"])
         check_formats(fused._rule_of(group), group, group["params"], all_settings)
+        refuse_cast(optimizer.state, fused._rule_of(group), group["params"])
     if issubclass(fused, ForeignStep):
         _refuse_formats(type(optimizer).__name__, all_settings)
         if all_settings.metrics:

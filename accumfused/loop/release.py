@@ -14,6 +14,7 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from accumfused.loop.contributions import Contributions, refuse_drops
 from accumfused.optimizer import FusedOptimizer, check_fused
@@ -112,14 +113,17 @@ class GradientRelease(Contributions):
     def follow(self, params: Iterable[Any] | None = None) -> list[Tensor]:
         """Hooks parameters (None: the optimizer's) that are new, or newly require a gradient.
 
-        The gradient of a parameter without a hook stays in `p.grad` until the micro-batch ends.
+        The gradient of a parameter without a hook stays in `p.grad` until the micro-batch ends; torch hooks none of a
+        lazy module before its first forward pass.
 
         Returns:
             The newly hooked parameters.
         """
         candidates = self.optimizer._engine.plans.params if params is None else params
         return self.claim(
-            param for param in candidates if isinstance(param, Tensor) and param.requires_grad and param.is_leaf
+            param
+            for param in candidates
+            if isinstance(param, Tensor) and param.requires_grad and param.is_leaf and not is_lazy(param)
         )
 
     def forget(self) -> None:

@@ -22,7 +22,7 @@ from accumfused.formats.kinds import (
     scale_name,
 )
 from accumfused.formats.numeric import layout
-from accumfused.formats.shards import Shard, local, owned, shard_of
+from accumfused.formats.shards import Shard, initialized, local, owned, shard_of
 from accumfused.optimizer import FusedOptimizer, check_fused
 from accumfused.rules import Rule
 from accumfused.settings import SettingArguments
@@ -140,7 +140,7 @@ def growth_of(optimizer: FusedOptimizer) -> str | None:
     """
     settings = optimizer._engine.settings
     params = [
-        (optimizer._rule_of(group), param)
+        (optimizer._rule_of(group), initialized(param))
         for group in optimizer.param_groups
         for param in group["params"]
         if param.requires_grad and param.dtype in (torch.float16, torch.bfloat16)
@@ -171,7 +171,7 @@ def growth_of(optimizer: FusedOptimizer) -> str | None:
         f"16-bit parameters with their masters and states will take {ours / elements:.2f} bytes each ({_size(ours)}), "
         f"where torch's optimizer takes {stock / elements:.2f} ({_size(stock)}); an open window adds "
         f"4. {arguments} takes {bytes_with(least) / elements:.2f}"
-        + ("" if masters == "auto" else f". master_weights={masters!r} keeps what it is, without this line")
+        + ("" if masters == "auto" else f". Pass master_weights={masters!r} to keep this and silence the line")
     )
 
 

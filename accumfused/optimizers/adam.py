@@ -138,7 +138,7 @@ class Adam(FusedOptimizer, TorchAdam):
         cautious_weight_decay: bool = False,
         **settings: Unpack[SettingArguments],
     ) -> None:
-        TorchAdam.__init__(  # not torch.optim.Adam, which may be this class by now
+        TorchAdam.__init__(  # no attribute of torch's modules: any may be this class by now
             self, params, lr, betas, eps, weight_decay, amsgrad,
             foreach=foreach, maximize=maximize, capturable=capturable, differentiable=differentiable, fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,

@@ -50,6 +50,7 @@ class MuonRule(Rule):
     name = "muon"
     states = ("momentum_buffer",)
     torch_states = states
+    restarts = states
     hypers = ("momentum", "nesterov")
     counts_steps = False
 
@@ -307,8 +308,9 @@ class Muon(FusedOptimizer, TorchMuon):
         Raises:
             ValueError: a group is Muon's in one and AdamW's in the other; and as `FusedOptimizer.load_state_dict`.
         """
-        groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None  # else refused below
-        for index, (group, loaded) in enumerate(zip(self.param_groups, groups or [], strict=False)):
+        groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
+        groups = groups if isinstance(groups, list) else []  # else refused below
+        for index, (group, loaded) in enumerate(zip(self.param_groups, groups, strict=False)):
             if isinstance(loaded, Mapping) and MuonRule.fits(group) != MuonRule.fits(loaded):
                 raise ValueError(
                     f"group {index} is Muon's in one of checkpoint and optimizer, and AdamW's in the other; make the "

@@ -20,6 +20,8 @@ from accumfused.optimizer import FusedOptimizer
 from accumfused.rules import Rule, where
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
+TorchSGD = torch_sgd.SGD  # some programs put ours into its place
+
 
 class SgdRule(Rule):
     is_common = True
@@ -45,6 +47,7 @@ class MomentumRule(SgdRule):
     flags: ClassVar[Mapping[str, bool]] = {"has_momentum": True, "nesterov": False}
     states = ("momentum_buffer",)
     torch_states = ("momentum_buffer",)
+    restarts = ("momentum_buffer",)
     counts_steps = True  # so that a skipped first step leaves the second one the first
 
 
@@ -54,7 +57,7 @@ class NesterovRule(MomentumRule):
 
 
 @takes_settings
-class SGD(FusedOptimizer, torch_sgd.SGD):
+class SGD(FusedOptimizer, TorchSGD):
     """SGD, with accumulation, unscaling and clipping in the same pass.
 
     It replaces `torch.optim.SGD`: same arguments, group keys, state names and checkpoints (with momentum, the state
@@ -89,7 +92,7 @@ class SGD(FusedOptimizer, torch_sgd.SGD):
         fused: bool | None = None,
         **settings: Unpack[SettingArguments],
     ) -> None:
-        torch_sgd.SGD.__init__(  # not torch.optim.SGD, which may be this class by now
+        TorchSGD.__init__(  # no attribute of torch's modules: any may be this class by now
             self, params, lr, momentum, dampening, weight_decay, nesterov,
             maximize=maximize, foreach=foreach, differentiable=differentiable, fused=fused,
         )  # fmt: skip

@@ -13,13 +13,14 @@ update() runs once, when the class is made, and leaves a trace: see trace.py.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accumfused.rules.trace import CONDITIONS, Names, Trace
+from accumfused.rules.trace import CONDITIONS, FUNCTIONS, Names, Trace
 
 MAX_STATES = 4  # csrc/rows.h's kMaxStates
 MAX_HYPERS = 12  # csrc/rows.h's kMaxHypers
@@ -76,6 +77,9 @@ class Rule(metaclass=_RuleType):
     flags: ClassVar[Mapping[str, bool]] = {}  # what update() may branch on: each value is another rule
     counts_steps: ClassVar[bool] = True  # keeps state["step"], an fp32 scalar per tensor
     torch_states: ClassVar[tuple[str, ...]] = ()  # all that torch's optimizer of this name keeps and expects
+    restarts: ClassVar[
+        tuple[str, ...]
+    ] = ()  # states that torch's optimizer makes anew, in silence, where they are missing
     # States that begin at a hyper-parameter in torch's checkpoints, not at 0. Step 1 does not read them.
     starts: ClassVar[Mapping[str, str]] = {}
     needs_16_bits: ClassVar[str] = ""  # why 8 bits are too few for its states; "": they are enough
@@ -161,6 +165,15 @@ def _check_names(rule: type[Rule]) -> None:
         raise ValueError(f"{rule.__name__}: second_moments must be the last of states {rule.states}")
 
 
+def _check_arguments(rule: type[Rule], arguments: Sequence[Any]) -> None:
+    signature = inspect.signature(rule.update)
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        expected = ", ".join(("h", "step", "p", "g", *rule.states))
+        raise TypeError(f"it takes {signature}, and is to take ({expected})") from None
+
+
 def _traced(rule: type[Rule]) -> Traced:
     scalars = Trace()
     trace = Trace(scalars)
@@ -169,7 +182,9 @@ def _traced(rule: type[Rule]) -> Traced:
     names = Names(f"h of {rule.__name__}.update", {**by_name, **rule.flags})
     expected = ("p", *rule.states)
     try:
-        results = rule.update(names, step, *trace.inputs("p", "g", *rule.states))
+        arguments = names, step, *trace.inputs("p", "g", *rule.states)
+        _check_arguments(rule, arguments)
+        results = rule.update(*arguments)
         if not isinstance(results, tuple) or len(results) != len(expected):
             returned = f"{len(results)} values" if isinstance(results, tuple) else type(results).__name__
             raise TypeError(f"it returns {returned}; it must return ({', '.join(expected)},)")
@@ -179,7 +194,8 @@ def _traced(rule: type[Rule]) -> Traced:
                 "a condition stands for a number in the result; where(condition, a, b) makes a number of it"
             )
     except (TypeError, AttributeError, ValueError) as error:
-        raise TypeError(f"{rule.__name__}.update cannot be traced: {error}") from error
+        function = f"; accumfused.rules has {FUNCTIONS}" if "not Symbol" in str(error) else ""  # one of torch's
+        raise TypeError(f"{rule.__name__}.update cannot be traced: {error}{function}") from error
     trace.results = dict(zip(expected, places, strict=True))
     # A number that only a dropped result of an element's operation reads is not computed.
     read = {trace.operations[place].label for place in trace.needed()}

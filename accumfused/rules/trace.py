@@ -153,7 +153,7 @@ class Symbol:
         raise TypeError("a rule cannot branch on a number that is known only when it runs; use where(condition, a, b)")
 
     def __float__(self) -> NoReturn:
-        raise TypeError("the number is known only when the rule runs; use the functions of accumfused.rules")
+        raise TypeError(f"the number is known only when the rule runs; accumfused.rules has {FUNCTIONS}")
 
     __int__ = __index__ = __float__
 
@@ -209,6 +209,9 @@ def power(base: Any, exponent: Any) -> Any:
 def float32(value: Any) -> Any:
     """Rounds a number that all elements share to fp32; it would be fp64."""
     return _apply("float32", float, value)
+
+
+FUNCTIONS = ", ".join(f"{each.__name__}()" for each in (agree, float32, maximum, minimum, power, sign, sqrt, where))
 
 
 def named(**numbers: Any) -> None:

@@ -8,30 +8,36 @@ micro-batches (negative: a plain sum). A window without sums has its numbers alo
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from accumfused.core.engine import Engine
 from accumfused.core.protocol import Owner
 from accumfused.core.rows import Grads
 from accumfused.core.window import Window
+from accumfused.formats import kinds
 from accumfused.formats.codecs import BLOCK
 from accumfused.formats.convert import state_of
 from accumfused.formats.kinds import (
+    IN_CODES,
     MASTER,
     REMAINDER,
     SEED,
     TORCH_DTYPES,
     check_states,
+    codes_name,
     format_of,
     is_stored,
     names,
     scale_name,
     scale_shape,
+    state_in,
 )
 from accumfused.formats.numeric import layout
 from accumfused.formats.shards import is_dtensor, owned, shard_of
@@ -75,7 +81,7 @@ def with_window(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         key, group = keys[id(param)], groups[id(param)]
         rule = optimizer._rule_of(group)
         entries = dict(state.get(key, {}))
-        if "step" in rule.torch_states and not all(name in entries for name in rule.states):
+        if "step" in rule.torch_states and any(state_in(entries, name) is None for name in rule.states):
             _complete(optimizer, group, param, entries)
         state[key] = entries | {WEIGHTS: numbers}
         if accumulator is not None:
@@ -140,11 +146,39 @@ def without_formats(
                 f"the checkpoint's {lost[0]!r} of parameter {key} is {entries[lost[0]].dtype}, so its bits are lost "
                 "(another optimizer has cast it); the master weight is derived from the parameter again"
             )
-        entries_of[param] = {name: entries[name].to(param.device) for name in entries if name in usable}
+        entries_of[param] = {
+            name: (value.to(param.device) if isinstance(value, Tensor) else value)
+            for name, value in entries.items()
+            if name in usable
+        }
         if entries_of[param].keys().isdisjoint((REMAINDER, MASTER)):
             entries_of[param] |= masters
         state[key] = {name: value for name, value in entries.items() if name not in formatted}
     return {**state_dict, "state": state}, entries_of
+
+
+def refuse_cast(state: Mapping[Tensor, Mapping[str, Any]], rule: type[Rule], params: list[Tensor]) -> None:
+    """Refuses what an optimizer of torch has made of our checkpoint: it has cast bits, and left a window alone.
+
+    Cast remainders of 16 bits are still read: some are larger than any of 8 bits.
+
+    Raises:
+        ValueError: that.
+    """
+    ours = (ACCUMULATOR, WEIGHTS, *map(codes_name, rule.states))
+    remainders = [entries[REMAINDER] for entries in state.values() if isinstance(entries.get(REMAINDER), Tensor)]
+    have_16_bits = any(bool((remainder.abs() > 128).any()) for remainder in remainders)
+    readable = (REMAINDER,) if have_16_bits else ()
+    for entries in (state.get(param) or {} for param in params):
+        for name, value in entries.items():
+            is_cast = name in (REMAINDER, MASTER) and name not in readable and not _is_whole(name, value)
+            if name in ours or is_cast:
+                kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(
+                    f"the optimizer's state has {name!r}, as {kind}: it is of a checkpoint of accumfused, which torch "
+                    "does not read; call fuse() first and load the checkpoint then, or delete the entry to "
+                    "go on from the parameter as it is"
+                )
 
 
 def _complete(optimizer: Owner, group: Mapping[str, Any], param: Tensor, entries: dict[str, Any]) -> None:
@@ -171,45 +205,49 @@ def _states(optimizer: Owner) -> set[str]:
 def _formatted(optimizer: Owner) -> set[str]:
     """Returns the keys of entries in our own formats, in any format and under any options."""
     states = _states(optimizer)
-    return {*states, *map(scale_name, states), REMAINDER, MASTER, SEED}
+    return {*states, *map(codes_name, states), *map(scale_name, states), REMAINDER, MASTER, SEED}
 
 
 def _is_whole(name: str, value: Any) -> bool:
-    """Tells whether the entry is a tensor, and no cast has lost its bits."""
+    """Tells whether no cast has lost the entry's bits."""
     dtypes = {REMAINDER: (torch.int16, torch.int8), MASTER: (torch.float32,), SEED: (torch.int64,)}
-    return isinstance(value, Tensor) and (name not in dtypes or value.dtype in dtypes[name])
+    if not isinstance(value, Tensor):
+        return isinstance(value, int) and value == IN_CODES
+    return name not in dtypes or value.dtype in dtypes[name]
+
+
+def with_named_codes(optimizer: Owner, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the checkpoint with the names of now for codes: older ones have them under their states' names."""
+    groups, state = _groups(optimizer, state_dict), dict(state_dict["state"])
+    for key, group in groups.items():
+        if state.get(key):
+            state[key] = kinds.with_named_codes(optimizer._rule_of(group), state[key])
+    return {**state_dict, "state": state}
 
 
 def check(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint that does not fit, before anything is changed. torch checks the number of parameters.
+    """Refuses a checkpoint that torch would load, and that would train wrongly, before anything is changed.
 
     Raises:
-        ValueError: not an optimizer's checkpoint; that of another optimizer, or with options that the settings do not
-            serve; a state that is incomplete, cannot be decoded, or fits no parameter.
+        ValueError: another optimizer's, or with options that the settings do not serve; a state that is incomplete,
+            cannot be decoded, or fits no parameter. What is no checkpoint at all raises anything: see `refusing`.
     """
-    if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
-        raise ValueError(
-            "this is not an optimizer's state_dict, which has 'state' and 'param_groups'; "
-            f"this one has {', '.join(map(repr, list(state_dict)[:5]))}"
-        )
     name = getattr(optimizer, "torch_class", type(optimizer)).__name__
     for group in state_dict["param_groups"]:
-        if not isinstance(group, Mapping) or "params" not in group:
-            raise ValueError("a group of the checkpoint has no 'params'; it is damaged")
         # torch added switches, and options that default to None, with time: older checkpoints lack them.
         needed = [key for key, value in optimizer.defaults.items() if not isinstance(value, (bool, type(None)))]
         lacks = [key for key in needed if key not in group]
         if lacks:
             raise ValueError(f"the checkpoint's groups have no {lacks[0]!r}, which {name} needs; load one of {name}")
     foreign = known_states() - _states(optimizer)
+    foreign |= set(map(codes_name, foreign))
     params = _params(optimizer, state_dict)
     rules = {key: optimizer._rule_of(group) for key, group in _groups(optimizer, state_dict).items()}
     for rule in rules.values():
         check_states(rule, optimizer._engine.settings)
     for group in state_dict["param_groups"]:
-        group = {**optimizer.defaults, **group}
-        _check_hypers(optimizer._rule_of(group), group)
-    has_sums = any(isinstance(entries, Mapping) and ACCUMULATOR in entries for entries in state_dict["state"].values())
+        _read_numbers(optimizer, {**optimizer.defaults, **group})
+    has_sums = any(ACCUMULATOR in entries for key, entries in state_dict["state"].items() if key in params)
     for key, entries in state_dict["state"].items():
         if isinstance(key, int) and key not in rules:
             raise ValueError(
@@ -225,9 +263,28 @@ def check(optimizer: Owner, state_dict: Mapping[str, Any]) -> None:
                 raise ValueError(f"the checkpoint's state of parameter {key} has {min(others)!r}, which {name} has not")
 
 
+@contextlib.contextmanager
+def refusing(*passed: type[Exception]) -> Iterator[None]:
+    """Makes one refusal of whatever a lookup in a checkpoint raises, or torch while it loads one.
+
+    Args:
+        passed: errors that have words of their own; those of memory always have.
+
+    Raises:
+        ValueError: the block has raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (*passed, MemoryError)) or (isinstance(error, RuntimeError) and "memory" in str(error)):
+            raise
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(
+            f"not a checkpoint of this optimizer: {what}; load what its state_dict() has returned, undamaged"
+        ) from error
+
+
 def _check_state(key: Any, param: Tensor, entries: Mapping[str, Any], rule: type[Rule], name: str) -> None:
-    if not isinstance(entries, Mapping):
-        raise ValueError(f"the checkpoint's state of parameter {key} is a {type(entries).__name__}, not a dictionary")
     expected = rule.torch_states
     # A rule without states leaves these, and momentum may be switched on later: the state is not incomplete.
     others = {ACCUMULATOR, WEIGHTS, MASTER, REMAINDER, SEED, *({"step"} - {*expected})}
@@ -238,30 +295,34 @@ def _check_state(key: Any, param: Tensor, entries: Mapping[str, Any], rule: type
             f"state {placed[0]!r} of parameter {key} is a part of a state, spread over processes, and this optimizer "
             "has whole ones; save and load by torch.distributed.checkpoint, which puts the parts together"
         )
-    lacks = [k for k in expected or rule.states if present and k not in present]
+    lacks = [k for k in expected or rule.states if present and state_in(present, k) is None]
     if lacks:
         raise ValueError(
             f"the checkpoint's state of parameter {key} has no {lacks[0]!r}, only {', '.join(sorted(present))}: "
             f"it is incomplete, or of another optimizer than {name}"
         )
     if expected or not rule.is_foreign:
-        _check_number(f"state 'step' of parameter {key}", entries.get("step"))
+        _read_number(f"'step' of parameter {key}", entries.get("step"))
 
 
-def _check_number(what: str, value: Any) -> None:
-    is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float, type(None)))
-    if not is_number:
-        fault = f"has shape {list(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
-        raise ValueError(f"{what} {fault}, and is to be one number; the checkpoint is damaged")
+def _read_number(what: str, value: Any) -> None:
+    """Refuses, now and not at the next step, what is no number; the device's is not read."""
+    try:
+        if isinstance(value, Tensor):
+            value.reshape(())
+        elif value is not None:
+            math.isnan(value)
+    except (TypeError, ArithmeticError, RuntimeError) as error:
+        raise TypeError(f"{what} is to be one number, {error}") from error
 
 
-def _check_hypers(rule: type[Rule], group: Mapping[str, Any]) -> None:
+def _read_numbers(optimizer: Owner, group: Mapping[str, Any]) -> None:
+    rule = optimizer._rule_of(group)
     for name in (*rule.counts, *rule.hyper_names):
-        try:
-            value = group[name] if name in rule.counts else rule.hyper(group, name)
-        except (LookupError, TypeError, ValueError):
-            raise ValueError(f"a group of the checkpoint has no number for {name!r}; it is damaged") from None
-        _check_number(f"the checkpoint's {name!r} of a group", () if value is None else value)
+        value = group[name] if name in rule.counts else rule.hyper(group, name)
+        if value is None:
+            raise TypeError(f"{name!r} of a group is None")
+        _read_number(f"{name!r} of a group", value)
 
 
 def _check_window(key: Any, param: Tensor, entries: Mapping[str, Any], *, has_sums: bool) -> None:
@@ -290,39 +351,45 @@ def _check_window(key: Any, param: Tensor, entries: Mapping[str, Any], *, has_su
 
 def _check_formats(key: Any, param: Tensor, entries: Mapping[str, Any], optimizer: Owner) -> None:
     """Refuses entries that `convert.state_of` could not read."""
-    states, formatted = _states(optimizer), _formatted(optimizer)
-    present = {name: entries[name] for name in sorted(formatted & entries.keys()) if entries[name] is not None}
-    for name, value in present.items():
-        if not isinstance(value, Tensor):
-            raise ValueError(f"state {name!r} of parameter {key} is a {type(value).__name__}, not a tensor")
-        if name in (*states, REMAINDER, MASTER):
-            _check_shape(key, param, name, value)
-    for name in states & present.keys():
-        _check_scale(key, name, present[name], present.get(scale_name(name)))
-    _check_number(f"{SEED!r} of parameter {key}", present.get(SEED))
+    states, present = _states(optimizer), {name: value for name, value in entries.items() if value is not None}
+    codes = {codes_name(state): state for state in states if codes_name(state) in present}
+    for name in [*codes, *sorted(states & present.keys() - {*codes.values()}), REMAINDER, MASTER]:
+        if name in present:
+            if not isinstance(present[name], Tensor):
+                raise ValueError(f"state {name!r} of parameter {key} is a {type(present[name]).__name__}, not a tensor")
+            _check_shape(key, param, name, present[name])
+    for state in states:
+        _check_scale(key, state, present)
+    _read_number(f"{SEED!r} of parameter {key}", present.get(SEED))
 
 
 def _check_shape(key: Any, param: Tensor, name: str, value: Tensor) -> None:
-    if value.shape != param.shape:
+    if not is_lazy(param) and value.shape != param.shape:  # else the first step compares them
         raise ValueError(
             f"state {name!r} of parameter {key} has shape {list(value.shape)}, its parameter {list(param.shape)}; "
             "load a checkpoint of the same model"
         )
 
 
-def _check_scale(key: Any, name: str, value: Tensor, scale: Tensor | None) -> None:
+def _check_scale(key: Any, state: str, entries: Mapping[str, Any]) -> None:
     """Refuses codes without scales, and numbers with scales: these were codes, until another optimizer cast them."""
-    what = f"state {name!r} of parameter {key}"
-    if value.is_floating_point() and scale is None:
+    value, scale, is_coded = state_in(entries, state), entries.get(scale_name(state)), codes_name(state) in entries
+    if value is None or (value.is_floating_point() and scale is None and not is_coded):
         return
-    if value.dtype != torch.uint8 or (scale is not None and scale.dtype != torch.uint8):
+    what = f"state {(codes_name(state) if is_coded else state)!r} of parameter {key}"
+    if is_coded and isinstance(entries.get(state), Tensor):
+        raise ValueError(f"{what} is in 8 bits, and {state!r} is there, too; one of them is another checkpoint's")
+    if value.dtype != torch.uint8 or (
+        scale is not None and (not isinstance(scale, Tensor) or scale.dtype != torch.uint8)
+    ):
+        kind = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
         raise ValueError(
-            f"{what} is {value.dtype} {'without scales' if scale is None else f'with scales in {scale.dtype}'}, "
+            f"{what} is {value.dtype} {'without scales' if scale is None else f'with scales in {kind}'}, "
             "which is not a format (floating point, or torch.uint8 with scales in torch.uint8): another "
             "optimizer has cast 8-bit codes; load the checkpoint as accumfused has saved it"
         )
     if scale is None:
-        raise ValueError(f"{what} is in 8 bits, and its scales {scale_name(name)!r} are missing; it is incomplete")
+        raise ValueError(f"{what} is in 8 bits, and its scales {scale_name(state)!r} are missing; it is incomplete")
     shape, expected = tuple(scale.shape), scale_shape(value if layout(value) == "dense" else value.contiguous())
     if scale.numel() == math.prod(expected) and (len(shape) == 3) != (len(expected) == 3):
         words = "not contiguous", "contiguous"

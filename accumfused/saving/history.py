@@ -15,6 +15,7 @@ from torch import Tensor
 
 from accumfused.clip import LIMIT
 from accumfused.core.engine import Engine
+from accumfused.warn import warn
 
 _SHAPES = {"clip_history": (2, 3), "noise_scale": (4,)}
 
@@ -57,19 +58,15 @@ def without_histories(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Histo
     Raises:
         ValueError: one is damaged.
     """
-    state = state_dict.get("state")
-    if not isinstance(state, Mapping):
-        return state_dict, {}  # refused by the check that follows
+    state = state_dict["state"]
     histories, others = dict[str, Tensor](), dict(state)
     for key, entries in state.items():
         if not isinstance(entries, Mapping) or entries.keys().isdisjoint(_SHAPES):
             continue
         for name in _SHAPES.keys() & entries.keys():
             value, shape = entries[name], _SHAPES[name]
-            if not isinstance(value, Tensor) or value.shape != shape:
-                raise ValueError(
-                    f"the checkpoint's {name!r} of parameter {key} is not a tensor {list(shape)}; it is damaged"
-                )
+            if value.shape != shape:
+                raise ValueError(f"the checkpoint's {name!r} of parameter {key} has not the shape {list(shape)}")
             histories[name] = history = value.to(torch.float64, copy=True)
             least = history if name == "clip_history" else history[2:]  # counts, norms' means and variances...
             if bool((least < 0).any()):
@@ -81,6 +78,25 @@ def without_histories(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Histo
         if not others[key]:  # an entry that has nothing else is left out
             del others[key]
     return {**state_dict, "state": others}, histories
+
+
+def of_policies(engine: Engine, histories: Histories) -> Histories:
+    """Returns histories without those of clipping policies that the optimizer has not; it warns if it has another."""
+    policies, history = engine.clipping.of_history, histories.get("clip_history")
+    if history is None or not any(policies):
+        return histories
+    rows = list(history.unbind())
+    for index, (policy, name) in enumerate(
+        zip(policies, ("clip=af.clip.ZScore", "skip_above=af.clip.RunningMean"), strict=True)
+    ):
+        if policy is None and bool(rows[index].any()):
+            rows[index] = torch.zeros_like(rows[index])
+            own = next(policy for policy in policies if policy is not None)
+            warn(
+                f"the checkpoint's norms are those of {name}, which this optimizer has not, and are dropped; "
+                f"{type(own).__name__} goes on from its own, or begins anew"
+            )
+    return {**histories, "clip_history": torch.stack(rows)}
 
 
 def with_limits(groups: Sequence[Mapping[str, Any]], state_dict: dict[str, Any]) -> dict[str, Any]:

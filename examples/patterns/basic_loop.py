@@ -1,7 +1,7 @@
 """Pattern: the basic loop, one update from several micro-batches.
 
 Pitfall: backward() adds up, so four means make a gradient four times too large. And loss / 4 is a mean of means: the
-mean over all samples only if all micro-batches have the same size.
+mean over all samples only if all micro-batches have the same size. With weights, loss / 4 is divided twice.
 Remedy: accumulate(weight=len(y)): the window divides by the sum of the weights, whatever has come.
 """
 
@@ -27,11 +27,11 @@ def taught(divisor: int) -> nn.Module:
     return net
 
 
-def here() -> nn.Module:
+def here(divisor: int = 1) -> nn.Module:
     net = model()
     optimizer = af.SGD(net.parameters(), lr=LR)
     for x, y in micro_batches(SIZES):
-        F.cross_entropy(net(x), y).backward()
+        (F.cross_entropy(net(x), y) / divisor).backward()
         optimizer.accumulate(weight=len(y))
     optimizer.step()
     return net
@@ -39,7 +39,12 @@ def here() -> nn.Module:
 
 def main() -> dict[str, float]:
     truth = whole_batches(model(), [sum(SIZES)], LR)
-    nets = {"loss": taught(1), "loss / 4": taught(len(SIZES)), "weight=len(y)": here()}
+    nets = {
+        "loss": taught(1),
+        "loss / 4": taught(len(SIZES)),
+        "weight=len(y)": here(),
+        "weight and loss / 4": here(len(SIZES)),
+    }
     found = {way: off(net, truth, model()) for way, net in nets.items()}
     print("off by", ", ".join(f"{value:.0%} with {way}" for way, value in found.items()))
     return found

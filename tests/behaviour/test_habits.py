@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from loop import Loop
+from table import Own
 from torch import nn
 from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import accumfused as af
 
@@ -238,6 +241,102 @@ def test_a_clip_of_an_open_window_is_told_once_where_it_is_needed(
     optimizer = af.SGD([Parameter(torch.ones(2))], lr=0.1, backend=backend, max_grad_norm=limit)
     found = told(lambda: clip_in(optimizer, last=last))
     assert ["max_grad_norm=" in text for text in found] == [True] * (limit is None and not last)
+
+
+# ---- hooks before a step ---------------------------------------------------------------------------------------------
+
+
+def clamp(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                param.grad.clamp_(-0.5, 0.5)
+
+
+class Noise:
+    def __call__(self, optimizer: Any, *_: Any) -> None:
+        [p.grad.add_(0.0) for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+
+    def method(self, optimizer: Any, *_: Any) -> None:
+        self(optimizer)
+        any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
+
+
+def clips(optimizer: Any, *_: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
+
+
+def counts(optimizer: Any, *_: Any) -> None:
+    optimizer.counted = 1
+
+
+def limited(limit: float, optimizer: Any, *_: Any) -> None:
+    for param in optimizer.param_groups[0]["params"]:
+        if getattr(param.grad, "shape", None):
+            param.grad.clamp_(-limit, limit)
+
+
+HOOKS: dict[str, Any] = {
+    "function": clamp, "object": Noise(), "method": Noise().method, "clip": clips,
+    "decorated": torch.no_grad()(clamp), "partial": functools.partial(limited, 0.5),
+}  # fmt: skip
+
+
+def step_windows(optimizer: Any, group: Any = None, *, last: bool = False, accumulates: bool = True) -> None:
+    for _ in range(2):
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad = torch.ones_like(param)
+        if accumulates:
+            optimizer.accumulate(last=last)
+        (group or optimizer).step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("place", ["one", "all", "group", "own step"])
+def test_a_hook_that_finds_no_gradients_in_an_open_window_is_told_once(backend: str, hook: str, place: str) -> None:
+    def made(hooks: Any) -> Any:
+        stock = Own if place == "own step" else torch.optim.SGD
+        optimizer = af.fuse(stock([Parameter(torch.ones(2))], lr=0.1), backend=backend, max_grad_norm=9.0)
+        if place != "all":
+            optimizer.register_step_pre_hook(hooks)
+        return optimizer
+
+    def loop(hooks: Any, **options: Any) -> Callable[[], None]:
+        optimizer = made(hooks)
+        if place == "group":
+            other = af.SGD([Parameter(torch.ones(2))])
+            optimizer.max_grad_norm = None
+            return lambda: step_windows(optimizer, af.ClipGroup([optimizer, other], 1.0), **options)
+        return lambda: step_windows(optimizer, **options)
+
+    handle = register_optimizer_step_pre_hook(HOOKS[hook]) if place == "all" else None
+    try:
+        (text,) = told(loop(HOOKS[hook]))
+        assert "finds no gradient in an open window; close the window before step()" in text
+        assert told(loop(HOOKS[hook], last=True)) == []
+        assert told(loop(HOOKS[hook], accumulates=False)) == []
+    finally:
+        if handle is not None:
+            handle.remove()
+    assert told(loop(counts)) == []
+
+
+def test_the_hooks_of_torch_and_of_the_audit_are_not_told(backend: str) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = af.SGD(model.parameters(), lr=0.1, backend=backend)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.register_step_pre_hook(print)  # a builtin function has no code
+
+    def loop() -> None:
+        with torch.profiler.profile(), af.audit.watch(model, optimizer):
+            for _ in range(2):
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.accumulate()
+                optimizer.step()
+                schedule.step()
+
+    assert told(loop) == []
 
 
 # ---- windows that are dropped ---------------------------------------------------------------------------------------

@@ -151,3 +151,38 @@ def test_squares_of_a_dropped_window_do_not_enter_a_loaded_one() -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="no window of two or more micro-batches"):
         optimizer.noise_scale()
+
+
+OTHER = {
+    "ZScore": ({"clip": af.ZScore(1.0, 0.9, 2)}, {"skip_above": af.RunningMean(2.0, 0.9, 1)}, "RunningMean"),
+    "RunningMean": ({"skip_above": af.RunningMean(2.0, 0.9, 1)}, {"clip": af.ZScore(1.0, 0.9, 2)}, "ZScore"),
+}
+
+
+@pytest.mark.parametrize("policy", OTHER)
+def test_norms_of_another_policy_are_dropped_with_a_warning_and_do_not_come_back(policy: str) -> None:
+    settings, others, other = OTHER[policy]
+    (_, optimizer), (_, loading), (_, fresh), (_, third) = map(made, (settings, others, others, settings))
+    train(optimizer, 0, 1, 2)
+    with pytest.warns(af.AccumulationWarning, match=f"are those of .*{policy}, .* {other} goes on from its own"):
+        loading.load_state_dict(through_a_file(optimizer.state_dict()))
+    saved = through_a_file(loading.state_dict())
+    assert memory(loading).count_nonzero() == 0
+    fresh.load_state_dict(optimizer.state_dict() | {"state": {}})
+    for each in (loading, fresh):
+        train(each, 3, 4)
+    assert_same_bits(memory(loading)[:, :1], memory(fresh)[:, :1])  # their numbers: the weights differ by then
+    third.load_state_dict(saved)
+    assert memory(third) is None or memory(third).count_nonzero() == 0
+
+
+def test_both_policies_go_on_and_one_of_them_alone_goes_on_with_its_own() -> None:
+    both = {**ZSCORE, "skip_above": af.RunningMean(50.0, 0.9, 1)}
+    (_, optimizer), (_, twin), (_, one) = map(made, (both, both, ZSCORE))
+    train(optimizer, 0, 1, 2)
+    twin.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert_same_bits(memory(twin), memory(optimizer))
+    with pytest.warns(af.AccumulationWarning, match="of skip_above=af.clip.RunningMean, which this optimizer has not"):
+        one.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert_same_bits(memory(one)[0], memory(optimizer)[0])
+    assert memory(one)[1].count_nonzero() == 0

@@ -61,10 +61,18 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "& of numbers": ({"update": lambda h, step, p, g: (where(g & p, p, g),)}, TypeError, "and takes conditions here"),
     "a function of math": (
-        {"update": lambda h, step, p, g: (math.exp(p),)}, TypeError, "use the functions of accumfused",
+        {"update": lambda h, step, p, g: (math.exp(p),)}, TypeError, r"accumfused\.rules has agree\(\), .*where\(\)",
     ),
     "a function of torch": (
-        {"update": lambda h, step, p, g: (torch.exp(p),)}, TypeError, "Wrong.update cannot be traced",
+        {"update": lambda h, step, p, g: (torch.exp(p),)}, TypeError, r"accumfused\.rules has agree\(\), .* where\(\)",
+    ),
+    "an argument too few": (
+        {"update": lambda h, step, p, g: (p - g, g), "states": ("m",)}, TypeError,
+        r"it takes \(h, step, p, g\), and is to take \(h, step, p, g, m\)",
+    ),
+    "an argument too many": (
+        {"update": lambda h, step, p, g, m: (p - g,)}, TypeError,
+        r"it takes \(h, step, p, g, m\), and is to take \(h, step, p, g\)",
     ),
     "another exponent": ({"update": lambda h, step, p, g: (p**3,)}, TypeError, "the exponent 2 alone"),
     "an exponent that is a number of the rule": (

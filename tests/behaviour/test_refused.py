@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import mmap
 import sys
@@ -28,6 +29,7 @@ from accumfused.settings import Settings
 
 OURS = [optimizer.ours for optimizer in OPTIMIZERS.values()]
 FORMATS = r"torch\.float32, torch\.float16, torch\.bfloat16"
+CLONED = r"put Parameter\(param\.detach\(\)\.clone\(\)\) in its place"
 R, V, T = RuntimeError, ValueError, TypeError
 
 # fmt: off
@@ -241,9 +243,9 @@ PARAMETERS: dict[str, tuple[Callable[[], Tensor], Errors, str]] = {
     "float8": (
         lambda: torch.ones(4).to(torch.float8_e4m3fn), T, rf"float8_e4m3fn; supported are {FORMATS}, torch\.float64"
     ),
-    "complex": (lambda: torch.ones(4) * 1j, R, r"optimize torch\.view_as_real"),
-    "negated": (lambda: (torch.ones(4) * 1j).conj().imag, R, r"lazily negated, .* use param\.resolve_neg\(\)"),
-    "expanded": (lambda: torch.ones(1, 3).expand(4, 3), R, r"overlaps itself .*clone\(\) it first"),
+    "complex": (lambda: torch.ones(4) * 1j, R, "give them to an optimizer of torch's own, and the others to this"),
+    "negated": (lambda: (torch.ones(4) * 1j).conj().imag, R, r"lazily negated, .*\(param\.detach\(\)\.resolve_neg"),
+    "expanded": (lambda: torch.ones(1, 3).expand(4, 3), R, rf"overlaps itself .*{CLONED}"),
     "overlapping": (lambda: torch.ones(6).as_strided((3, 3), (1, 1)), R, r"strides \[1, 1\] overlaps itself"),
     "freed": (freed, R, "no memory to update .*; materialize it first"),
     "wrapper": (lambda: TwoTensor(*[torch.ones(4)] * 2), T, "is a TwoTensor, whose memory is that of other tensors"),
@@ -271,6 +273,32 @@ def test_a_parameter_that_cannot_be_updated_is_refused_at_once(kind: str) -> Non
     with pytest.raises(error, match=remedy):
         af.fuse(stock, **settings)
     assert type(stock) is torch.optim.AdamW
+
+
+REMEDIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "negated": lambda param: Parameter(param.detach().resolve_neg()),
+    "expanded": lambda param: Parameter(param.detach().clone()),
+    "overlapping": lambda param: Parameter(param.detach().clone()),
+}
+
+
+@pytest.mark.parametrize("kind", REMEDIES)
+def test_the_remedy_that_the_refusal_names_works(backend: str, kind: str) -> None:
+    param = REMEDIES[kind](Parameter(PARAMETERS[kind][0]()))
+    before = param.detach().clone()
+    optimizer = af.SGD([param], lr=0.5, backend=backend)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert torch.equal(param, before - 0.5)
+
+
+def test_complex_parameters_in_an_optimizer_of_torchs_own_beside_ours(backend: str) -> None:
+    param, other = Parameter(torch.ones(2) * 1j), Parameter(torch.full((2,), 8.0))
+    optimizers = torch.optim.SGD([param], lr=0.5), af.SGD([other], lr=0.5, backend=backend)
+    ((param.abs().square() / 2).sum() + other.sum()).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert (param.tolist(), other.tolist()) == ([0.5j, 0.5j], [7.5, 7.5])
 
 
 @pytest.mark.parametrize("make", [
@@ -400,7 +428,7 @@ def test_memory_that_is_mapped_read_only_is_refused_and_a_private_mapping_works(
     for param in (read_only, private):
         param.grad = torch.ones_like(param)
         optimizer = af.SGD([param], lr=0.5, backend=backend)
-        with refused(optimizer, R, r"mapped read-only .* clone\(\) it first") if param is read_only else nullcontext():
+        with refused(optimizer, R, rf"mapped read-only .*{CLONED}") if param is read_only else nullcontext():
             optimizer.step()
     assert private.unique().tolist() == [7.5]
 
@@ -420,7 +448,7 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[], Tensor
     return lambda: torch.ones(shape, dtype=dtype)
 
 
-EXPANDED = r"overlaps itself in memory \(expanded\?\); clone\(\) it first"
+EXPANDED = rf"overlaps itself in memory \(expanded\?\); {CLONED}"
 SPARSE = r"use Embedding\(sparse=False\), or .* an optimizer of torch's own"
 SPOILED: list[tuple[Callable[[Any], None], Errors, str]] = [
     (put(lambda: torch.ones(4, 3).to_sparse(1)), R, SPARSE),
@@ -459,6 +487,95 @@ def test_a_model_in_place_of_its_parameters_is_refused(name: str) -> None:
     for model in (torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2))):
         with pytest.raises(TypeError, match=rf"got a model; write {cls.__name__}\(model\.parameters\(\)\)"):
             cls(model)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_list_of_parameters_is_taken_though_it_is_a_module(name: str) -> None:
+    cls, params = OPTIMIZERS[name].ours, torch.nn.ParameterList([Parameter(torch.full((2, 2), 8.0)) for _ in range(2)])
+    for given in (params, [{"params": params}]):
+        optimizer = cls(given, lr=0.1)
+        assert optimizer.param_groups[0]["params"] == [*params]
+    optimizer = cls(params=torch.nn.ParameterList([torch.ones(2, 2)]), lr=0.1)
+    optimizer.add_param_group({"params": params})
+    for param in params:
+        param.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert all(bool((param < 8.0).all()) for param in params)
+    for model in (torch.nn.ModuleList([torch.nn.Linear(2, 2)]), torch.nn.ParameterDict({"a": torch.ones(2, 2)})):
+        with pytest.raises(TypeError, match=rf"got a model; write {cls.__name__}\(model\.parameters\(\)\)"):
+            cls(model)
+
+
+# ---- parameters of lazy modules, whose shape the first forward pass tells --------------------------------------------
+
+
+class Lazy(torch.nn.Module):
+    """Every second micro-batch goes through one of two layers."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(4, 4, dtype=dtype)
+        self.heads = torch.nn.ModuleList([torch.nn.LazyLinear(width, dtype=dtype) for width in (3, 2)])
+
+    def forward(self, index: int) -> Tensor:
+        x = torch.arange(20.0).reshape(5, 4).sin() + index
+        return self.heads[index % 2](self.first(x.to(self.first.weight.dtype)).tanh()).square().mean()  # type: ignore[no-any-return]
+
+
+def train_lazily(model: Lazy, optimizer: Any, accumulates: bool) -> None:
+    torch.manual_seed(1)  # for what the first forward pass draws
+    optimizer.step()  # there is nothing to do yet
+    optimizer.zero_grad()
+    for index in range(6):
+        model(index).backward()
+        if accumulates:
+            optimizer.accumulate()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adadelta", "Adamax", "RAdam"])
+@pytest.mark.parametrize("way", ["class", "fuse", "windows", "released"])
+def test_parameters_of_lazy_modules_train_as_with_torch(backend: str, name: str, way: str) -> None:
+    model, twin = Lazy(), Lazy()
+    stock_class: Any = OPTIMIZERS[name].torch_class
+    stock, cls = stock_class(twin.parameters(), lr=0.1), OPTIMIZERS[name].ours
+    if way == "fuse":
+        optimizer = af.fuse(stock_class(model.parameters(), lr=0.1), backend=backend)
+    else:
+        optimizer = cls(model.parameters(), lr=0.1, backend=backend)
+    if way == "released":
+        af.release_gradients(optimizer)
+    copied = copy.deepcopy(optimizer)
+    assert (repr(copied), copied.state_dict()) == (repr(optimizer), optimizer.state_dict())
+    assert af.memory_report(optimizer)
+    train_lazily(model, optimizer, accumulates=way in ("windows", "released"))
+    train_lazily(twin, stock, accumulates=False)
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(param, other, rtol=1e-5, atol=4e-6)
+    resumed = Lazy()
+    again = cls(resumed.parameters(), lr=0.1, backend=backend)
+    again.load_state_dict(optimizer.state_dict())  # before its parameters have a shape
+    resumed.load_state_dict(model.state_dict())
+    train_lazily(resumed, again, accumulates=False)
+    train_lazily(twin, stock, accumulates=False)
+    for param, other in zip(resumed.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(param, other, rtol=1e-5, atol=4e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_parameters_of_lazy_modules_get_their_masters(backend: str, dtype: torch.dtype) -> None:
+    model, whole = Lazy(dtype), Lazy()
+    for half, param in zip(model.first.parameters(), whole.first.parameters(), strict=True):
+        param.data.copy_(half.data)
+    optimizers = [af.fuse(torch.optim.SGD(each.parameters(), lr=0.1), backend=backend) for each in (model, whole)]
+    for each, optimizer in zip((model, whole), optimizers, strict=True):
+        train_lazily(each, optimizer, accumulates=True)
+        assert af.memory_report(optimizer)
+    key = "master_weight" if dtype is torch.float16 else "master_remainder"
+    assert all(optimizers[0].state[param][key].shape == param.shape for param in model.parameters())
 
 
 def test_a_gradient_on_another_device_is_refused() -> None:

@@ -226,6 +226,61 @@ def test_a_step_takes_the_gradients_of_what_was_frozen(backend: str, is_alone: b
     assert (first(a, frozen), frozen.grad) == ([is_alone - 1.0, -1.0], None)
 
 
+# ---- another loss that reaches the parameters ------------------------------------------------------------------------
+
+TAKEN_IN_BACKWARD: dict[str, Any] = {
+    "release": lambda model, optimizer: af.release_gradients(optimizer, EACH),
+    "linears": lambda model, optimizer: af.fuse_linears(model, optimizer),
+    "p.grad": lambda model, optimizer: None,
+}
+
+
+def train_pair(taken: str, backend: str, weight: float | None, *, freezes: bool) -> list[Tensor]:
+    """A GAN's loop over windows of two."""
+    torch.manual_seed(0)
+    generator = nn.Linear(3, 1024)
+    discriminator = nn.Sequential(nn.Linear(1024, 512), nn.Tanh(), nn.Linear(512, 1))
+    of_generator = af.SGD(generator.parameters(), lr=0.1, backend=backend)
+    of_discriminator = af.SGD(discriminator.parameters(), lr=0.1, backend=backend)
+    TAKEN_IN_BACKWARD[taken](discriminator, of_discriminator)
+    for _ in range(2):
+        for _ in range(2):
+            fake = generator(torch.randn(4, 3))
+            real = discriminator(torch.randn(4, 1024))
+            loss = nn.functional.softplus(-real).mean() + nn.functional.softplus(discriminator(fake.detach())).mean()
+            of_discriminator.backward(loss, weight)
+            discriminator.requires_grad_(not freezes)
+            nn.functional.softplus(-discriminator(fake)).mean().backward()
+            discriminator.requires_grad_(True)
+            of_generator.accumulate(weight)
+            discriminator.zero_grad()
+        of_discriminator.step()
+        of_generator.step()
+    return [param.detach() for net in (generator, discriminator) for param in net.parameters()]
+
+
+@pytest.mark.parametrize("taken", ["release", "linears"])
+@pytest.mark.parametrize("weight", [None, 4.0])
+def test_another_loss_is_kept_away_by_the_remedy_that_the_refusal_names(
+    backend: str, taken: str, weight: float | None
+) -> None:
+    with pytest.raises((RuntimeError, ValueError), match=r"discriminator\.requires_grad_\(False\) before") as raised:
+        train_pair(taken, backend, weight, freezes=False)
+    assert "module's zero_grad()" not in str(raised.value)
+    expected = train_pair("p.grad", backend, weight, freezes=False)
+    for param, other in zip(train_pair(taken, backend, weight, freezes=True), expected, strict=True):
+        torch.testing.assert_close(param, other, rtol=2e-5, atol=2e-6)
+
+
+def test_a_step_of_a_window_with_another_loss_in_it_is_refused_with_the_remedy(backend: str) -> None:
+    (param,), optimizer = sgd(1, backend)
+    (param * 1.0).sum().backward()
+    optimizer.accumulate()
+    (param * 9.0).sum().backward()  # another loss
+    with refused(optimizer, RuntimeError, r"zero_grad\(\) of the optimizer.*requires_grad_\(False\) before that loss"):
+        optimizer.step()
+
+
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 

@@ -359,7 +359,7 @@ class Run:
     def shift_states(self) -> None:
         for index, param in enumerate(self.params):
             entries = self.optimizer.state[param]
-            streams = [name for name, value in entries.items() if value.dim() > 0]
+            streams = [name for name, value in entries.items() if isinstance(value, Tensor) and value.dim() > 0]
             for stream, name in enumerate(streams, start=2):
                 if self.problem.is_shifted:
                     entries[name] = self.shift(index, entries[name], 2 + (stream - 2) % (STREAMS - 2))

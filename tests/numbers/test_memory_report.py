@@ -147,4 +147,4 @@ def test_bytes_that_do_not_grow_or_were_chosen_are_not_told(caplog: Any) -> None
     assert fuse_and_hear(caplog, Own([half])) == ""
     assert fuse_and_hear(caplog, torch.optim.AdamW([half]), master_weights="split16") == ""
     said = fuse_and_hear(caplog, torch.optim.AdamW([half, full]))
-    assert said.count("master_weights='split16' keeps what it is, without this line\n") == said.count("\n") == 1
+    assert said.count("Pass master_weights='split16' to keep this and silence the line\n") == said.count("\n") == 1

@@ -36,7 +36,7 @@ def is_(number: float) -> tuple[float, float]:
 
 # What main() returns: how far each way is off the truth, or a number that the pattern is about. Between which two.
 FOUND: dict[str, dict[str, tuple[float, float]]] = {
-    "basic_loop": {"weight=len(y)": RIGHT, "loss": WRONG, "loss / 4": WRONG},
+    "basic_loop": {"weight=len(y)": RIGHT, "loss": WRONG, "loss / 4": WRONG, "weight and loss / 4": WRONG},
     "clipping": {"window": RIGHT, "each": WRONG},
     "mixed_precision": {"unscale first": RIGHT, "clip first": ALL},  # 1 / 65536 of each update is left
     "fixed_effective_batch": dict.fromkeys(("8 x 4", "4 x 8", "2 x 16", "1 x 32"), RIGHT)
