@@ -72,9 +72,9 @@ class CudaBackend:
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
         rows = plan.table_reader.pointed_at(grads)
         table, stream = self._on_device(plan, [outcome.coefficients], grads)
-        numbers = [
-            [value if type(value) is float else _hyper(value, plan.device) for value in values] for values in hypers
-        ]
+        # Tensors that are made here live until the launch.
+        values = [[value if type(value) is float else at_hand(value, plan.device) for value in of] for of in hypers]
+        numbers = [[value if type(value) is float else _hyper(value) for value in of] for of in values]
         commit.with_launch(partial(
             table.step, rows, stream, numbers, plan.functors, outcome.values.data_ptr(),
             address(outcome.coefficients),
@@ -131,9 +131,8 @@ def current_stream(device: torch.device) -> tuple[int, int]:
     return device.index, torch._C._cuda_getCurrentRawStream(device.index)  # noqa: SLF001
 
 
-def _hyper(value: float | Tensor, device: torch.device) -> float | tuple[int, int]:
+def _hyper(value: float | Tensor) -> float | tuple[int, int]:
     """Returns a number; or of a tensor, which a graph's replay reads anew, the address: of fp32, or of fp64."""
-    value = at_hand(value, device)
     if not isinstance(value, Tensor):
         return value
     return (value.data_ptr(), 0) if value.dtype == torch.float32 else (0, value.data_ptr())
