@@ -13,7 +13,6 @@ import pytest
 import torch
 from compare import differences, params_of, refused, snapshot
 from models import grads_of
-from table import Own
 from torch import nn
 
 import accumfused as af
