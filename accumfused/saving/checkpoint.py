@@ -188,12 +188,12 @@ def _complete(optimizer: Owner, group: Mapping[str, Any], param: Tensor, entries
     form, tensor = format_of(rule, param, engine.settings), owned(param, shard)
     if layout(tensor) == "strided":  # states are dense
         tensor = torch.empty_like(tensor, requires_grad=False).copy_(tensor)
-    if is_stored(rule, form, tensor, local):
-        return
-    made, weights = state_of(rule, form, tensor, local, engine.plans.seed, group)
+    made, weights = local, None
+    if not is_stored(rule, form, tensor, local):
+        made, weights = state_of(rule, form, tensor, local, engine.plans.seed, group)
     if weights is not None:
         tensor.detach().copy_(weights)
-    wholes = made if shard is None else shard.wholes(made, entries, names(rule, form))
+    wholes = dict(made) if shard is None else shard.wholes(made, entries, names(rule, form))
     entries.clear()
     entries.update(wholes)
 
