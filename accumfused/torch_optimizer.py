@@ -18,6 +18,7 @@ from accumfused.core.plans import Surroundings, rule_of
 from accumfused.core.protocol import Backend, Exchange, OwnStep
 from accumfused.core.window import Phase, Window
 from accumfused.distributed import exchange, groups
+from accumfused.distributed.wrapping import Wrappers
 from accumfused.formats import kinds
 from accumfused.rules import Rule
 from accumfused.saving import checkpoint, full_precision, history
@@ -88,6 +89,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         accepted.check_settings(settings, self.rules, self.param_groups, self.defaults)
         for group in self.param_groups:
             accepted.check_formats(self._rule_of(group), group, group["params"], settings)
+        if settings.grads_are_reduced:
+            Wrappers(param for group in self.param_groups for param in group["params"]).watch()
         self._engine = Engine(self, settings, _SURROUNDINGS)
         dtypes = {param.dtype for group in self.param_groups for param in group["params"] if param.requires_grad}
         if settings.master_weights not in (None, "auto") and dtypes.isdisjoint((torch.float16, torch.bfloat16)):

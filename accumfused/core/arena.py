@@ -70,10 +70,10 @@ class Arena:
         """Returns places for these gradients: new ones, unless they have places that fit."""
         missing: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
         for index, (row, grad, place) in enumerate(zip(plan.rows, grads, self.places, strict=True)):
-            if (grad is not None or _travels(row)) and (place is None or not _fits(place, row)):
+            if (grad is not None or travels(row)) and (place is None or not _fits(place, row)):
                 missing.setdefault((row.tensor.device, row.form.dtype, row.is_bundled), []).append(index)
         for (device, dtype, is_bundle), indices in missing.items():
-            sizes = [-(-plan.rows[index].tensor.numel() // _PADDING) * _PADDING for index in indices]
+            sizes = [padded(plan.rows[index].tensor.numel()) for index in indices]
             make = torch.zeros if is_bundle else torch.empty  # the gaps travel too
             memory = make(sum(sizes), dtype=dtype, device=device)
             if is_bundle:
@@ -95,7 +95,7 @@ class Arena:
         both = list(zip(plan.rows, self.places, strict=True))
         memory = {bundle.data_ptr() for bundle in self._bundles}  # without processes, places lie elsewhere
         alike = all(
-            (place is not None and place.untyped_storage().data_ptr() in memory) is _travels(row)
+            (place is not None and place.untyped_storage().data_ptr() in memory) is travels(row)
             for row, place in both
             if row.is_bundled
         )
@@ -105,7 +105,7 @@ class Arena:
             self.places_for(plan, Grads([None] * len(both)))
         placed = Grads()
         for row, accumulator, place in zip(plan.rows, accumulators, self.places, strict=True):
-            if accumulator is not None and _travels(row) and place is not None and accumulator is not place:
+            if accumulator is not None and travels(row) and place is not None and accumulator is not place:
                 accumulator = place.copy_(accumulator)
             placed.append(accumulator)
         return placed
@@ -125,7 +125,12 @@ def _fits(place: Tensor, row: Row) -> bool:
     return layout == (tensor.device, row.form.dtype, tensor.shape, tensor.stride())
 
 
-def _travels(row: Row) -> bool:
+def padded(numel: int) -> int:
+    """Returns the elements between the beginnings of two accumulators in one memory."""
+    return -(-numel // _PADDING) * _PADDING
+
+
+def travels(row: Row) -> bool:
     """Tells whether its accumulator travels with others: small ones do if their parameters require a gradient."""
     return row.is_bundled and row.param.requires_grad
 

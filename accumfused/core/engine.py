@@ -89,8 +89,7 @@ class Engine:
         self.plans.owner._refuse_gradients()
         plan = self.plans.current(with_states=False)
         grads, present = plan.reader.read_grads()
-        if not self.window.is_open:
-            plan.exchange.check(plan, weight, in_loss=in_loss)
+        plan.exchange.check(plan, weight, in_loss=in_loss)
         if param_ids is not None:
             grads = Grads([g if id(param) in param_ids else None for param, g in zip(plan.params, grads, strict=True)])
             present = sum(grad is not None for grad in grads)
@@ -107,8 +106,7 @@ class Engine:
 
     def enter(self, plan: Plan, grads: Grads, weight: Number | None) -> None:
         """Begins a micro-batch during its backward, with its weight in the loss."""
-        if not self.window.is_open:
-            plan.exchange.check(plan, weight, in_loss=True)
+        plan.exchange.check(plan, weight, in_loss=True)
         self.window = self.window.check(plan, grads, weight, in_loss=True)
         if self.window.is_open:
             self.window.habits.watch_leaks()
@@ -226,7 +224,8 @@ class Engine:
         try:
             numbers = [flat for observer in self.observers for flat in observer.numbers(plan, window)]
             dropped = self._numbers_of_drops(plan)
-            plan.exchange.add_up([*dropped, *numbers, *window.arena.memory_of(plan, window.sums)])
+            memory = window.memory(plan)
+            plan.exchange.add_up([*dropped, *numbers, *memory] if memory else [])
         except BaseException:
             self.drop()  # some are added up, some are not
             raise
@@ -268,7 +267,7 @@ class Engine:
             self.window = window
         if self.window.agreed is None:
             self.window.weights.check_total()
-        if self.window.present and not plan.exchange.is_alone:
+        if not plan.exchange.is_alone:
             self._add_up(plan)
             if others_close is not None:  # they divide before their step: so does this process, for the same bits
                 divisor = torch.where(others_close, self.window.divisor(), 1.0)
@@ -318,8 +317,10 @@ class Engine:
         if settings.clip is not None or settings.skip_above is not None or not all(map(NAMES.isdisjoint, groups)):
             policies = self.clipping.policies_of_step(self.plans.owner, divisors)
         plan, taken = self._taken()
-        if not taken.present and settings.norm_group is None:  # else others wait for this process's part of the norm
-            return None
+        if not taken.present:
+            taken.habits.watch_nothing(taken.weights.count)
+            if settings.norm_group is None:  # else others wait for this process's part of the norm
+                return None
         plan.check_eps(groups)
         if self.window.phase is not Phase.IDLE:  # whose end drops the sums; other gradients the user's code releases
             plan.record(taken.sums)

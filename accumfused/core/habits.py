@@ -35,7 +35,7 @@ class Habits:
         # and `from_windows` at that step. A new gradient at that id has another version: its window's writes alone.
         self._taken = self._taken_version = self._taken_at = 0
         self._begun_in: dict[object, int] = {}  # `iterations` when the open window began; empty: it may go on anywhere
-        self._warned_of_leaks = False
+        self._warned_of_leaks = self._warned_of_nothing = False
 
     @classmethod
     def count_item(cls, iteration: object, window: int) -> None:
@@ -136,6 +136,16 @@ class Habits:
             warn(
                 "the code that calls step() names clip_grad_norm_, which finds no gradient in an open window and clips "
                 "nothing; give the optimizer max_grad_norm=, or close the window by accumulate(weight, last=True)"
+            )
+
+    def watch_nothing(self, micro_batches: int) -> None:
+        """Warns at the step of a window without any gradient: only a module that keeps them has let it begin."""
+        if micro_batches and not self._warned_of_nothing:
+            self._warned_of_nothing = True
+            warn(
+                f"no gradient has come in a window of {micro_batches} micro-batches, so step() updates nothing; call "
+                "set_requires_gradient_sync(True) of fully_shard before the last forward of each window, which "
+                "delivers what it has kept"
             )
 
     def watch_hooks(self, hooks: Iterable[Callable[..., Any]]) -> None:

@@ -148,7 +148,7 @@ class Noise(Observer):
             divisor = divisor * scaling.device_normalization
         whole, rest = whole / (divisor * divisor), parts - 1
         # The micro-batches' own gradients are not in the unit of the sums, nor divided where these are.
-        mean = window.agreed if window.agreed is not None else total if window.weights.is_weighted else 1.0
+        mean = window.agreed.divisor if window.agreed is not None else total if window.weights.is_weighted else 1.0
         divisor = divisor * mean / (window.divisor() if window.is_open else 1.0)
         squares = squares * total / (divisor * divisor)
         self._sample = (parts * whole - squares) / rest, (squares - whole) * total / rest

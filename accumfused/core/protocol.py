@@ -243,11 +243,14 @@ class Agreement:
         missing: flags parameters that have gradients in other processes only.
         others_close: whether the others close the window with `last`: bool, shape []. None: this process has
             micro-batches, so it knows.
+        stand_ins: what this process adds up in place of its sums, because its parameters have become others than those
+            of all processes; None: its sums.
     """
 
     divisor: Tensor
     missing: list[bool]
     others_close: Tensor | None = None
+    stand_ins: list[Tensor] | None = None
 
 
 class Exchange:
@@ -262,7 +265,7 @@ class Exchange:
     bundled_bytes = 0  # accumulators below this travel together
 
     def check(self, plan: Plan, weight: float | Tensor | None, *, in_loss: bool) -> None:
-        """Refuses, before a window begins, gradients that it would misread (as means, say)."""
+        """Refuses, before each micro-batch, gradients that it would misread (as means, say)."""
 
     def agree(
         self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, seed: int, last: bool

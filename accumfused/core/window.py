@@ -22,7 +22,7 @@ from accumfused.core import graphs
 from accumfused.core.arena import Arena, keep_freed
 from accumfused.core.habits import Habits
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import ALONE, Commit, Fold, Number
+from accumfused.core.protocol import ALONE, Agreement, Commit, Fold, Number
 from accumfused.core.reader import adoptable, setting_grads
 from accumfused.core.rows import Grads, Row, check_size
 from accumfused.core.weights import MicroBatch, WindowWeights
@@ -70,7 +70,7 @@ class Window:
     lacking: int = 0  # rows without a sum
     weights: WindowWeights = field(default_factory=WindowWeights)
     in_progress: MicroBatch | None = None
-    agreed: Number | None = None  # the divisor on which processes have agreed
+    agreed: Agreement | None = None  # of the processes
     divided: Number = 1.0  # by what the sums have been divided
     squares: Squares | None = None  # None: none are taken, or not of all micro-batches
 
@@ -292,7 +292,7 @@ class Window:
 
     def divisor(self) -> Number:
         """Returns the number by which the sums are still to be divided."""
-        return (self.weights.divisor if self.agreed is None else self.agreed) / self.divided
+        return (self.weights.divisor if self.agreed is None else self.agreed.divisor) / self.divided
 
     def scale(self, factor: Number, commit: Commit) -> None:
         """Multiplies the sums of a draft in place, in a pass of its own: 8 bytes a parameter."""
@@ -321,7 +321,7 @@ class Window:
         agreement = plan.exchange.agree(plan, weights.total, weights.is_weighted, present, seed=seed, last=last)
         if agreement is None:
             return None
-        self.agreed, missing = agreement.divisor, agreement.missing
+        self.agreed, missing = agreement, agreement.missing
         sums = self.arena.bundle(plan, self.sums)
         if True in missing:
             zeros = Grads([row.tensor if m else None for row, m in zip(plan.rows, missing, strict=True)])
@@ -330,6 +330,12 @@ class Window:
                     sums[index] = place.zero_()
         self.sums, self.lacking = sums, sum(s is None for s in sums)
         return agreement.others_close
+
+    def memory(self, plan: Plan) -> list[Tensor]:
+        """Lists the memory that processes add up, which is that of the sums; empty if none of them has a sum."""
+        if self.agreed is not None and self.agreed.stand_ins is not None:
+            return self.agreed.stand_ins
+        return self.arena.memory_of(plan, self.sums) if self.present else []
 
     def sealed(self) -> Window:
         """Returns the window with the sums of all processes; their sums of squares are unknown."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,17 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accumfused.core.arena import padded, travels
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Agreement, Exchange, Segments
 from accumfused.core.rows import Row
 from accumfused.distributed.groups import has_processes, refuse_sharded
-from accumfused.formats.kinds import SEED
+from accumfused.distributed.likeness import NUMBERS, Likeness
+from accumfused.distributed.wrapping import Wrappers
 from accumfused.formats.numeric import chunk_count, ieee, sum_partials, sum_segments
 from accumfused.settings import Settings
 
 BUNDLED_BYTES = 2 * 2**20  # accumulators below this travel together; larger ones have collectives of their own
 _PIECE_BYTES = 32 * 2**20  # the most that one collective sends
 _UNDER_WAY = 4  # collectives at a time
+_SHORTEST = 1024  # numbers of the message of a window that ends
+_HEADER = 4 + NUMBERS  # of these before the flags of parameters
 
 Kinds = list[tuple[tuple[Any, ...], Tensor | None]]  # process groups that shard parameters; a mask of their chunks
 
@@ -40,13 +45,15 @@ def select(settings: Settings, plan: Plan, previous: Exchange | None) -> Exchang
         raise RuntimeError(
             "parameters are DTensors, whose norm is one over all processes already; leave norm_group out"
         )
-    group, exchange = settings.process_group, Alone()  # type: Any, Processes
-    if group is not None:
-        if isinstance(previous, Summed) and previous.serves(group, settings.reduce_dtype):
-            return previous  # it remembers the parameters on which all processes agreed
-        exchange = Summed(group, settings.reduce_dtype, bool(settings.noise_scale))
+    exchange: Processes = Alone()
+    if settings.process_group is not None:
+        if isinstance(previous, Summed) and previous.group is settings.process_group:
+            return previous  # it remembers on what all processes agreed
+        exchange = Summed(settings, plan.params)
     elif plan.is_spread or settings.grads_are_reduced:
-        exchange = Means(settings)
+        if isinstance(previous, Means) and previous.has_means:
+            return previous
+        exchange = Means(settings, plan.params)
     exchange.norm_group = settings.norm_group
     return exchange
 
@@ -85,12 +92,19 @@ class Alone(Processes):
 
 
 class Means(Processes):
-    """Gradients are means over processes before they are folded: DTensors', or with grads_are_reduced=True."""
+    """Gradients are means over processes before they are folded: DTensors', or with grads_are_reduced=True.
 
-    def __init__(self, settings: Settings) -> None:
+    Args:
+        params: the optimizer's.
+    """
+
+    def __init__(self, settings: Settings, params: list[Tensor]) -> None:
         self.has_means = has_processes()
         self.is_alone = not self.has_means
-        self._all_are = settings.grads_are_reduced
+        self._settings = settings
+        self._likeness: Likeness | None = None
+        self._wrappers = Wrappers(params if settings.grads_are_reduced else ())
+        self._wrappers.watch()
         self._kinds: WeakKeyDictionary[Plan, Kinds] = WeakKeyDictionary()
 
     def check(self, plan: Plan, weight: float | Tensor | None, *, in_loss: bool) -> None:
@@ -100,20 +114,31 @@ class Means(Processes):
                 "would come too late; call optimizer.backward(loss, weight=...) in place of loss.backward() and "
                 "accumulate(weight)"
             )
-        if has_processes() and not self._all_are:
+        self._wrappers.refuse_unsynchronized()
+        if has_processes() and not self._settings.grads_are_reduced:
             _refuse_unreduced(plan)
 
     def agree(
         self, plan: Plan, total: float | Tensor, is_weighted: bool | None, present: list[bool], *, seed: int, last: bool
     ) -> Agreement | None:
-        """Agrees on the mean of all processes' weights."""
+        """Agrees on the mean of all processes' weights.
+
+        Raises:
+            ValueError: on every process of a mesh, if the parameters or settings of some differ, or did in the last
+                window. (Without DTensors each process may have parameters of its own.)
+        """
         if not self.has_means:
             return None
-        return Agreement(mean_of_totals(plan, total, is_weighted), [False] * len(present))
+        if plan.is_spread:
+            self._likeness = self._likeness or Likeness(*_processes(plan))
+            self._likeness.describe(plan, self._settings, [p.requires_grad for p in plan.params], seed)
+            if self._likeness.have_differed():
+                self._likeness.compare()
+        return Agreement(_mean_of_totals(plan, total, is_weighted, self._likeness), [False] * len(present))
 
     def total(self, plan: Plan, total: float | Tensor, is_weighted: bool | None) -> float | Tensor:
         """Takes the mean over processes, the divisor for sums of such gradients."""
-        return mean_of_totals(plan, total, is_weighted) if self.has_means and is_weighted else total
+        return _mean_of_totals(plan, total, is_weighted) if self.has_means and is_weighted else total
 
     def sums_of_squares(self, plan: Plan, partials: Sequence[Tensor]) -> Tensor:
         """Adds up sums of squares over all shards, by one all-reduce of a few numbers for each dimension of a mesh.
@@ -142,41 +167,83 @@ class Means(Processes):
             return sum_segments(squares, segments.first_rows)
 
 
+def reads_at_once(device: torch.device) -> bool:
+    """Whether the host may read a number at once, because it waits for nothing."""
+    return device.type == "cpu"
+
+
 def _refuse_unreduced(plan: Plan) -> None:
     """Refuses plain parameters whose gradients nothing would reduce. Frozen ones pass."""
     if any(row.shard is None and row.param.requires_grad for row in plan.rows):
         raise RuntimeError(
             "there is more than one process, and accumulate() takes gradients out of the reach of "
             "DistributedDataParallel; call accumfused.attach_ddp(ddp, optimizer), without a DDP give the optimizer "
-            "process_group=, or say grads_are_reduced=True if every micro-batch's gradients are reduced already"
+            "process_group=, or say grads_are_reduced=True if every micro-batch's gradients are reduced already, "
+            "and none of it is within no_sync()"
         )
+
+
+@dataclass
+class Layout:
+    """The memory of the sums of an optimizer, as all processes add it up: `Arena.memory_of` lists it."""
+
+    wire_dtype: torch.dtype | None = None  # in which fp32 travels
+    bundles: list[tuple[torch.dtype, int]] = field(default_factory=list)  # with their elements
+    rows: list[tuple[torch.dtype, int] | None] = field(default_factory=list)  # None: in a bundle, or frozen
+
+    @classmethod
+    def of(cls, plan: Plan, settings: Settings) -> Layout:
+        """Returns the layout of a plan's sums."""
+        bundles: dict[tuple[torch.device, torch.dtype], int] = {}
+        rows: list[tuple[torch.dtype, int] | None] = []
+        for row in plan.rows:
+            numel, key = row.tensor.numel(), (row.tensor.device, row.form.dtype)
+            if travels(row):
+                bundles[key] = bundles.get(key, 0) + padded(numel)
+            rows.append((row.form.dtype, numel) if row.param.requires_grad and not row.is_bundled else None)
+        return cls(settings.reduce_dtype, [(dtype, numel) for (_, dtype), numel in bundles.items()], rows)
+
+    def stand_ins(self, used: Sequence[bool], device: torch.device) -> list[Tensor]:
+        """Makes memory of the same sizes, for a process whose own parameters are others.
+
+        Args:
+            used: flags rows with a sum in some process.
+        """
+        if True not in used:
+            return []
+        sent = [*self.bundles, *(row for row, is_used in zip(self.rows, used, strict=False) if row and is_used)]
+        longest = {dtype: max(numel for other, numel in sent if other == dtype) for dtype, _ in sent}
+        memory = {dtype: torch.zeros(numel, dtype=dtype, device=device) for dtype, numel in longest.items()}
+        return [memory[dtype][:numel] for dtype, numel in sent]
 
 
 class Summed(Processes):
     """The accumulators of all processes are added up.
 
     Args:
-        group: torch.distributed.ProcessGroup.
-        wire_dtype: the dtype in which gradients travel; None: the accumulators' own.
-        measures: the noise scale is measured, whose numbers travel with the sums.
+        params: the optimizer's.
     """
 
     adds_up = True
     is_alone = False
 
-    def __init__(self, group: Any, wire_dtype: torch.dtype | None, measures: bool) -> None:
+    def __init__(self, settings: Settings, params: list[Tensor]) -> None:
         self.bundled_bytes = BUNDLED_BYTES
-        self.group = group
-        self.size: int = dist.get_world_size(group)
-        self._wire_dtype = wire_dtype
-        self._measures = measures
-        self._agreed_params: list[tuple[Any, ...]] = []  # by what tells one from another
+        self.group: Any = settings.process_group
+        self.size: int = dist.get_world_size(self.group)
+        self._settings = settings
+        # What all processes have agreed on, whatever becomes of this one's parameters: so their messages meet.
+        self._likeness = Likeness([self.group], self.size)
+        self._layout = Layout()
+        self._wrappers = Wrappers(params)
 
-    def serves(self, group: Any, wire_dtype: torch.dtype | None) -> bool:
-        """Whether this is the exchange for these settings."""
-        return self.group is group and self._wire_dtype is wire_dtype
+    @property
+    def _length(self) -> int:
+        """Of the message: a power of two, so that it seldom changes with the number of parameters."""
+        return max(_SHORTEST, 1 << (_HEADER + len(self._layout.rows) - 1).bit_length())
 
     def check(self, plan: Plan, weight: float | Tensor | None, *, in_loss: bool) -> None:
+        self._wrappers.refuse_joined()
         if plan.is_spread and has_processes():
             raise RuntimeError(
                 "gradients of DTensors are reduced already; leave process_group to optimizers of plain parameters"
@@ -198,74 +265,63 @@ class Summed(Processes):
             over them, as DDP takes); NaN if some processes have weights, or close with last=True, and some do not.
 
         Raises:
-            ValueError: on every process, if the parameters of some differ.
-            RuntimeError: a frozen parameter has a gradient.
+            ValueError: on every process, if the parameters or settings of some differ, or did in the last window.
+            RuntimeError: a frozen parameter has a gradient (ValueError if others have none).
         """
-        self._compare_parameters(plan, seed)
-        if any(here and not p.requires_grad for p, here in zip(plan.params, present, strict=True)):
-            raise RuntimeError(
-                "a parameter that requires no gradient has one, and other processes may have none; freeze "
-                "parameters between windows, and set their p.grad to None"
-            )
-        message = torch.zeros(4 + len(present), dtype=torch.float64, device=plan.device)
-        weights, weighted, unweighted, closed = message[:4].unbind()
+        self._wrappers.refuse_joined()
+        likeness = self._likeness
+        marks = [p.requires_grad or (here and "a gradient") for p, here in zip(plan.params, present, strict=True)]
+        likeness.describe(plan, self._settings, marks, seed)
+        if not likeness.is_agreed or likeness.have_differed():
+            likeness.compare()
+            self._layout = Layout.of(plan, self._settings)
+        message = torch.zeros(self._length, dtype=torch.float64, device=plan.device)
+        weights, weighted, unweighted, closed = message[: _HEADER - NUMBERS].unbind()
         weights += total  # not assigned: to assign a number would wait for a GPU
         weighted.fill_(is_weighted is True)
         unweighted.fill_(is_weighted is False)
         closed.fill_(last)
-        message[4:].fill_(1.0)
-        zeros = [flag for flag, here in zip(message[4:].unbind(), present, strict=True) if not here]
+        likeness.write(message[_HEADER - NUMBERS : _HEADER])
+        flags = message[_HEADER : _HEADER + len(present)]
+        flags.fill_(1.0)
+        zeros = [flag for flag, here in zip(flags.unbind(), present, strict=False) if not here]
         if zeros:
             torch._foreach_zero_(zeros)  # to copy flags from the host would wait for a GPU
         dist.all_reduce(message, group=self.group)
+        differ = likeness.read(message[_HEADER - NUMBERS : _HEADER])
+        if reads_at_once(plan.device) and likeness.have_differed():
+            likeness.compare()
+        if likeness.has_changed:
+            if bool(differ):  # the others may not know it yet: they go on, and add up
+                stand_ins = self._layout.stand_ins((message[_HEADER:] > 0).tolist(), plan.device)
+                return Agreement(torch.full_like(weights, torch.nan), [False] * len(present), stand_ins=stand_ins)
+            likeness.agree()
+            self._layout = Layout.of(plan, self._settings)
+            if len(flags) < len(present):
+                return self.agree(plan, total, is_weighted, present, seed=seed, last=last)
+        if "a gradient" in marks:
+            raise RuntimeError(
+                "a parameter that requires no gradient has one, and other processes may have none; freeze "
+                "parameters between windows, and set their p.grad to None"
+            )
         number = torch.full_like(weights, float(self.size))
         divisor = torch.where(unweighted == 0, weights, torch.where(weighted == 0, number, torch.nan))
+        divisor = torch.where(differ, torch.nan, divisor)
         others_close = closed > 0 if is_weighted is None else None
         if is_weighted is not None:
             divisor = torch.where((closed == 0) | (closed == weighted + unweighted), divisor, torch.nan)
         missing = [p.requires_grad and not here for p, here in zip(plan.params, present, strict=True)]
         if True in missing:
-            elsewhere = (message[4:] > 0).tolist()
+            elsewhere = (flags > 0).tolist()
             missing = [lacks and there for lacks, there in zip(missing, elsewhere, strict=True)]
         return Agreement(divisor, missing, others_close)
-
-    def _compare_parameters(self, plan: Plan, seed: int) -> None:
-        """Refuses parameters, and seeds, that differ from those of other processes; asks once for each list of them."""
-        params = plan.params
-        agreed = [(id(p), p.shape, p.dtype, p.requires_grad) for p in params]  # an address may come back, with others
-        if agreed == self._agreed_params:
-            return
-        seeds = [int(row.entries.get(SEED, seed)) for row in plan.rows]
-        description = [
-            (
-                tuple(p.shape), tuple(p.stride()), str(p.dtype), p.requires_grad, row.form.needs_noise and seed,
-                self._measures,
-            )
-            for p, row, seed in zip(params, plan.rows, seeds, strict=True)
-        ]  # fmt: skip
-        every: list[list[Any]] = [[]] * self.size
-        dist.all_gather_object(every, description, group=self.group)
-        for rank, other in enumerate(every):
-            if len(other) != len(every[0]):
-                raise ValueError(
-                    f"process {rank} of the group has {len(other)} parameters in this optimizer, process 0 has "
-                    f"{len(every[0])}; build the same model and optimizer in each"
-                )
-            for index, (first, there) in enumerate(zip(every[0], other, strict=True)):
-                if first != there:
-                    raise ValueError(
-                        f"parameter {index} is {there} in process {rank} of the group and {first} in process 0 (shape, "
-                        "strides, dtype, requires_grad, seed of its noise if there is any, noise_scale); give every "
-                        "optimizer the same parameters in the same order, and the same rounding_seed and noise_scale"
-                    )
-        self._agreed_params = agreed
 
     def add_up(self, flats: Iterable[Tensor]) -> None:
         """Replaces these flat tensors by their sums over all processes, piece by piece in memory order.
 
         Only fp32 ones travel in another dtype.
         """
-        transfers = deque[tuple[Any, Tensor, Tensor]]()
+        transfers, wire_dtype = deque[tuple[Any, Tensor, Tensor]](), self._layout.wire_dtype
 
         def finish_first() -> None:
             work, piece, wire = transfers.popleft()
@@ -279,8 +335,8 @@ class Summed(Processes):
                 if len(transfers) == _UNDER_WAY:
                     finish_first()
                 piece = flat[start : start + length]
-                casts = self._wire_dtype is not None and piece.dtype == torch.float32
-                wire = piece.to(self._wire_dtype) if casts else piece
+                casts = wire_dtype is not None and piece.dtype == torch.float32
+                wire = piece.to(wire_dtype) if casts else piece
                 transfers.append((dist.all_reduce(wire, group=self.group, async_op=True), piece, wire))
         while transfers:
             finish_first()
@@ -313,24 +369,38 @@ def _kinds(plan: Plan) -> Kinds:
     return list(zip(rows_of, masks, strict=True))
 
 
-def mean_of_totals(plan: Plan, total: float | Tensor, is_weighted: bool | None) -> Tensor:
-    """Takes the mean of windows' weights over the processes of the parameters' (largest) mesh, or over all.
-
-    It divides sums of gradients that are means over processes.
-
-    Returns:
-        fp64, shape []: 1 without weights, and NaN if some processes have weights and some have not.
-    """
+def _processes(plan: Plan) -> tuple[list[Any], int]:
+    """Returns the process groups of the parameters' (largest) mesh, or that of all, and the number of processes."""
     meshes = [row.shard.mesh for row in plan.rows if row.shard is not None]
     mesh = max(meshes, key=lambda mesh: mesh.size()) if meshes else None
-    groups = [dist.group.WORLD] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    size = dist.get_world_size() if mesh is None else mesh.size()
-    message = torch.zeros(3, dtype=torch.float64, device=plan.device)
-    weights, weighted, unweighted = message.unbind()
+    if mesh is None:
+        return [dist.group.WORLD], dist.get_world_size()
+    return [mesh.get_group(dim) for dim in range(mesh.ndim)], mesh.size()
+
+
+def _mean_of_totals(
+    plan: Plan, total: float | Tensor, is_weighted: bool | None, likeness: Likeness | None = None
+) -> Tensor:
+    """Takes the mean of windows' weights over processes. It divides sums of gradients that are means over them.
+
+    Returns:
+        fp64, shape []: 1 without weights, and NaN if some processes have weights and some have not, or if they differ.
+    """
+    groups, size = _processes(plan)
+    message = torch.zeros(3 if likeness is None else 3 + NUMBERS, dtype=torch.float64, device=plan.device)
+    weights, weighted, unweighted = message[:3].unbind()
     weights += total
     weighted.fill_(is_weighted is True)
     unweighted.fill_(is_weighted is False)
+    if likeness is not None:
+        likeness.write(message[3:])
     for group in groups:
         dist.all_reduce(message, group=group)
     mean = weights / size
-    return torch.where(unweighted == 0, mean, torch.where(weighted == 0, torch.ones_like(mean), torch.nan))
+    mean = torch.where(unweighted == 0, mean, torch.where(weighted == 0, torch.ones_like(mean), torch.nan))
+    if likeness is None:
+        return mean
+    differ = likeness.read(message[3:])
+    if reads_at_once(plan.device) and likeness.have_differed():
+        likeness.compare()
+    return torch.where(differ, torch.nan, mean)

@@ -60,12 +60,22 @@ def attach_ddp(
         )
     check_model(ddp)  # a warning may be an error
     ddp.register_comm_hook(None, noop_hook)  # gradients stay this process's own
+    ddp.register_forward_pre_hook(_forget_used)
     for optimizer in optimizers:
         settings = optimizer._engine.settings
         settings.process_group = ddp.process_group if settings.process_group is None else settings.process_group
         settings.reduce_dtype = settings.reduce_dtype if reduce_dtype is None else reduce_dtype
         optimizer._engine.plans.forget()
         optimizer._engine.attached.add(ddp)
+
+
+def _forget_used(ddp: DistributedDataParallel, _: object) -> None:
+    """Lets DDP forget which parameters earlier passes within no_sync() used: it would look for their p.grad.
+
+    `accumulate()` has taken that. Without `find_unused_parameters` DDP remembers nothing of them.
+    """
+    if ddp.find_unused_parameters and ddp.require_backward_grad_sync and torch.is_grad_enabled():
+        ddp.reducer._reset_state()  # noqa: SLF001  # torch's own method of another process group
 
 
 def _check(ddp: DistributedDataParallel, optimizer: FusedOptimizer, reduce_dtype: torch.dtype | None) -> None:

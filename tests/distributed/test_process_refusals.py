@@ -201,12 +201,12 @@ REFUSED: dict[str, tuple[Callable[[], Refused], type[Exception], str]] = {
     "a copy": (lambda: call(copy.deepcopy(grouped()), "accumulate"), RuntimeError, "give the optimizer process_group="),
     "other shapes, open": (lambda: another(7, 4, 3), ValueError, "the same parameters"),
     "other shapes, last": (lambda: another(7, 4, 3, last=True), ValueError, "parameter 0 is .*process 1"),
-    "more of them": (lambda: another(7, 5, 3, 2), ValueError, "process 1 .* has 6 parameters"),
-    "fewer, last": (lambda: another(7, 5, last=True), ValueError, "process 1 .* has 2 parameters"),
+    "more of them": (lambda: another(7, 5, 3, 2), ValueError, "number of parameters is 6 in process 1"),
+    "fewer, last": (lambda: another(7, 5, last=True), ValueError, "number of parameters is 2 in process 1"),
     "another order": (lambda: another(7, 5, 3, turned=True), ValueError, "the same parameters"),
     "another seed": (
         lambda: call(grouped(layers().bfloat16().parameters(), **SPLIT8, rounding_seed=dist.get_rank()), "step"),
-        ValueError, "the same rounding_seed",
+        ValueError, "parameter 0 is .* in process 1 .*rounding_seed too",
     ),
     "FSDP1": (fsdp, RuntimeError, "which is not supported: .*; use fully_shard"),
     "FSDP1 and a process group": (  # which would reduce too
@@ -275,7 +275,7 @@ REFUSED: dict[str, tuple[Callable[[], Refused], type[Exception], str]] = {
     ),
     "noise, a weight of parts": (lambda: measured(3.0), RuntimeError, "leave the weights out"),
     "noise, sums of parts": (lambda: measured(syncs=False), RuntimeError, "delivers them in a sum"),
-    "noise of one process": (measured_by_one, ValueError, "the same rounding_seed and noise_scale"),
+    "noise of one process": (measured_by_one, ValueError, "noise_scale is False in process 1"),
     "a pending sum": (lambda: unusable(mesh_over(2, 1), Replicate(), Partial()), RuntimeError, "a sum that is pending"),
 }  # fmt: skip
 
