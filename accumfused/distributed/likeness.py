@@ -109,7 +109,7 @@ class Likeness:
 
     def have_differed(self) -> bool:
         """Tells whether the processes differed in the last message; it waits for that one."""
-        if self._differ is None:
+        if self._differ is None or is_capturing(self._numbers.device):
             return False
         if self._arrived is not None:
             self._arrived.synchronize()
