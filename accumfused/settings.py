@@ -40,6 +40,7 @@ class SettingArguments(TypedDict, total=False):
     reduce_dtype: torch.dtype | None
     noise_scale: bool | float
     metrics: bool | int
+    sum_dtype: torch.dtype | None
 
 
 NAMES = frozenset(SettingArguments.__annotations__)
@@ -87,6 +88,9 @@ class Settings:
             < 1 is the decay of its means, for each window, instead of 0.99. The same in all processes.
         metrics: True measures every step for `optimizer.metrics()`: norms of gradients, parameters and updates,
             and their ratio. A whole number n measures every n-th step.
+        sum_dtype: the dtype of a window's sums. torch.bfloat16: two bytes for each element of fp32 and bf16 parameters,
+            rounded stochastically at each addition, so that they are unbiased but not exact. None or torch.float32:
+            exact ones in fp32. Sums of fp16 and fp64 parameters, and those of `fuse_linears`, stay fp32 and fp64.
     """
 
     max_grad_norm: float | None = None
@@ -104,6 +108,7 @@ class Settings:
     reduce_dtype: torch.dtype | None = None
     noise_scale: bool | float = False
     metrics: bool | int = False
+    sum_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None:
@@ -140,6 +145,8 @@ class Settings:
         if self.state_dtype not in (torch.float32, torch.bfloat16, "8bit"):
             allowed = "torch.float32, torch.bfloat16, '8bit'"
             raise ValueError(f"state_dtype must be one of {allowed}, got {self.state_dtype!r}")
+        if self.sum_dtype not in (None, torch.float32, torch.bfloat16):
+            raise ValueError(f"sum_dtype must be torch.bfloat16, torch.float32 or None, got {self.sum_dtype!r}")
         for name in ("state_dtype_min_numel", "rounding_seed"):
             value = getattr(self, name)
             if value is None and name == "rounding_seed":

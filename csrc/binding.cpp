@@ -62,9 +62,9 @@ cpu::Work work_on(const Table& table, int threads) {
 }
 
 void accumulate(const std::string& instruction_set, const Table& table, int threads, const GivenNumber& factor,
-                uintptr_t before, bool overwrites, uintptr_t partials) {
+                uintptr_t before, bool overwrites, bool copies, uintptr_t partials, uintptr_t words, uint64_t salt) {
   const cpu::Kernels& run = kernels(instruction_set);
-  const Fold fold = make_fold(factor, before, overwrites, partials);
+  const Fold fold = make_fold(factor, before, overwrites, copies, partials, words, salt);
   const py::gil_scoped_release release;
   run.accumulate(work_on(table, threads), fold);
 }

@@ -14,7 +14,8 @@ namespace py = pybind11;
 
 using GivenNumber = std::pair<double, uintptr_t>;  // as accumfused/backends/cpu.py gives it
 
-Fold make_fold(const GivenNumber& factor, uintptr_t before, bool overwrites, uintptr_t partials);  // table.cpp
+Fold make_fold(const GivenNumber& factor, uintptr_t before, bool overwrites, bool copies, uintptr_t partials,
+               uintptr_t words, uint64_t salt);  // table.cpp
 
 void bind_table(py::module_& m);  // table.cpp
 void bind_cuda(py::module_& m);   // cuda/binding.cpp, where CUDA is built

@@ -53,8 +53,11 @@ struct Noise {
   // `offset`: where in its row the chunk begins.
   AF_METHOD Noise(const Row& row, int64_t index, int64_t step, int64_t offset) {
     const uint64_t seed = row.seed ? uint64_t(*row.seed) : 0;
-    const uint64_t key = mix(mix(mix(seed) ^ uint64_t(step)) ^ uint64_t(index));
-    const uint64_t start = uint64_t(row.origin + offset);
+    *this = Noise(mix(mix(mix(seed) ^ uint64_t(step)) ^ uint64_t(index)), row.origin + offset);
+  }
+  // `begin`: where in the whole tensor the chunk begins.
+  AF_METHOD Noise(uint64_t key, int64_t begin) {
+    const uint64_t start = uint64_t(begin);
     first = mix(key ^ (start >> 32)) + low_product(start >> 1 & 0x7fffffffu, kStride), odd = uint32_t(start & 1);
   }
 
@@ -86,6 +89,15 @@ AF_INLINE uint32_t stream(uint32_t noise) {
 AF_INLINE Bfloat16 to_bfloat16(float value, uint32_t noise) {
   return {uint16_t((bits_or_nan(value) + (noise >> 16)) >> 16)};
 }
+
+// The nearest; ties go to even.
+AF_INLINE Bfloat16 to_bfloat16(float value) {
+  const uint32_t bits = bits_or_nan(value);
+  return {uint16_t((bits + 0x7fffu + (bits >> 16 & 1)) >> 16)};
+}
+
+// The key of the noise of a chunk of a sum, from its word: see Fold.
+AF_INLINE uint64_t fold_key(uint64_t word, uint64_t salt) { return mix(word ^ salt); }
 
 // Below 2^-14 the distance between neighbours stays 2^-24, so more bits of the mantissa are dropped there, at most 30.
 // Ties go to even: one less than half a unit is added first, and the bit that is to be the last one.

@@ -55,8 +55,9 @@ struct Row {
 // The part that may change with every call.
 struct Operands {
   const void* grad = nullptr;  // null: no gradient in this call
-  float* sum = nullptr;        // null: not folded in this call
+  void* sum = nullptr;         // null: not folded in this call
   Dtype grad_dtype = Dtype::kFloat32;
+  Dtype sum_dtype = Dtype::kFloat32;  // or bf16, in which results are rounded
 };
 
 struct Rows {
@@ -79,15 +80,24 @@ struct Number {
 // *before is 0 the sums hold nothing, and become their gradients, or 0 without one. Else a factor of 0 leaves a sum as
 // it is, or overwrites it with 0, whatever the gradient is. `partials[chunk]` becomes the sum of squares of the result,
 // unless gradients are copied as they are.
+//
+// A sum in bf16 is rounded by noise, whose key is words[chunk] with the salt. The word of a chunk that may be rounded
+// is then one more, so each addition has noise of its own, also where a graph is replayed.
 struct Fold {
   Number factor;
   const double* before;  // nullable
   bool overwrites;
+  bool copies;  // gradients as they are
   float* partials;
+  uint64_t* words;  // [chunks]; null: sums in bf16 are rounded to nearest
+  uint64_t salt;
 
   AF_METHOD float multiplier() const { return float(factor.value()); }
+  // Whether a row's results may be no numbers of bf16.
+  AF_METHOD static bool rounds(const Operands& in, bool keeps, float factor) {
+    return in.grad != nullptr && factor != 0.0f && (keeps || factor != 1.0f || in.grad_dtype != Dtype::kBfloat16);
+  }
   AF_METHOD bool is_fresh() const { return before != nullptr && *before == 0.0; }
-  AF_METHOD bool copies() const { return overwrites && factor.on_device == nullptr && factor.number == 1.0; }
 };
 
 // A hyper-parameter of a GPU's launch: a number, or one that the device holds and a graph's replay reads anew.

@@ -152,6 +152,7 @@ Table::Table(const py::capsule& exchange_api, const py::tuple& device, const py:
   for (size_t i = 0; i < count; ++i) {
     const py::object given = rows[i], tensor = given.attr("tensor"), storage = given.attr("storage");
     layouts_.push_back(layout_of(tensor.ptr()));
+    sum_dtypes_.push_back(Dtype(given.attr("sum_number").cast<int32_t>()));
     Row& row = rows_[i];
     row.numel = tensor.attr("numel")().cast<int64_t>();
     row.origin = given.attr("origin").cast<int64_t>();
@@ -372,12 +373,13 @@ bool Table::adoptable(const py::list& grads, const py::object& uses, int64_t own
   const Torch& torch = Torch::get();
   for (size_t i = 0; i < rows_.size(); ++i) {
     PyObject* const grad = PyList_GET_ITEM(grads.ptr(), i);
-    if (grad == Py_None || held_[i] || operands_[i].grad_dtype != Dtype::kFloat32) return false;
+    if (grad == Py_None || held_[i] || operands_[i].grad_dtype != sum_dtypes_[i]) return false;
     if (torch.requires_grad(grad).ptr() == Py_True) return false;
     const py::object storage = torch.untyped_storage(grad);
     const py::object address = torch.storage_address(storage.ptr());
     if (uses(address).cast<int64_t>() != own_uses || torch.resizable(storage.ptr()).ptr() != Py_True) return false;
-    if (torch.nbytes(storage.ptr()).cast<int64_t>() != rows_[i].numel * int64_t(sizeof(float))) return false;
+    const int64_t bytes = sum_dtypes_[i] == Dtype::kFloat32 ? sizeof(float) : sizeof(uint16_t);
+    if (torch.nbytes(storage.ptr()).cast<int64_t>() != rows_[i].numel * bytes) return false;
   }
   return true;
 }
@@ -403,10 +405,9 @@ int64_t Table::set_sums(const py::list& sums) {
     PyObject* sum = PyList_GET_ITEM(sums.ptr(), i);
     if (sum == Py_None) continue;
     dlpack::Tensor tensor;
-    Dtype dtype;
     if (!read(sum, tensor) || !same_layout(layouts_[i], tensor)) return int64_t(i);
-    if (!float_dtype(tensor.dtype, dtype) || dtype != Dtype::kFloat32) return int64_t(i);
-    in.sum = static_cast<float*>(rows_[i].numel == 0 ? const_cast<char*>(&kEmpty) : address(tensor));
+    if (!float_dtype(tensor.dtype, in.sum_dtype) || in.sum_dtype == Dtype::kFloat16) return int64_t(i);
+    in.sum = rows_[i].numel == 0 ? const_cast<char*>(&kEmpty) : address(tensor);
   }
   return -1;
 }
@@ -414,12 +415,12 @@ int64_t Table::set_sums(const py::list& sums) {
 void Table::take_sums() {
   for (Operands& in : operands_) {
     in.grad = in.sum;
-    in.grad_dtype = Dtype::kFloat32;
+    in.grad_dtype = in.sum_dtype;
   }
 }
 
 void Table::keep_grads() {
-  for (Operands& in : operands_) in.sum = static_cast<float*>(const_cast<void*>(in.grad));
+  for (Operands& in : operands_) in.sum = const_cast<void*>(in.grad), in.sum_dtype = in.grad_dtype;
 }
 
 int64_t Table::overwritten() const {
@@ -429,11 +430,15 @@ int64_t Table::overwritten() const {
   return -1;
 }
 
-Fold make_fold(const GivenNumber& factor, uintptr_t before, bool overwrites, uintptr_t partials) {
+Fold make_fold(const GivenNumber& factor, uintptr_t before, bool overwrites, bool copies, uintptr_t partials,
+               uintptr_t words, uint64_t salt) {
   return {{factor.first, pointer<const double>(factor.second)},
           pointer<const double>(before),
           overwrites,
-          pointer<float>(partials)};
+          copies,
+          pointer<float>(partials),
+          pointer<uint64_t>(words),
+          salt};
 }
 
 void bind_table(py::module_& m) {

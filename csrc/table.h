@@ -39,9 +39,9 @@ class Table {
   py::tuple read_grads(const py::list& param_groups, Py_ssize_t own_references);
   // Of the gradients that were read last: which of them somebody else holds, too, or another parameter has.
   py::list held() const;
-  // Whether each of these gradients, just read, is fp32 memory that nobody else can write: held by nobody, and a whole
-  // storage that torch owns and no other tensor has. uses tells how often a storage (its address) is used, own_uses
-  // that number for a storage of one tensor.
+  // Whether each of these gradients, just read, has the dtype of sums, and memory that nobody else can write: held by
+  // nobody, and a whole storage that torch owns and no other tensor has. uses tells how often a storage (its address)
+  // is used, own_uses that number for a storage of one tensor.
   bool adoptable(const py::list& grads, const py::object& uses, int64_t own_uses) const;
   // How many parameters have a p.grad, and the sum of the version counters of each every-th parameter from first on.
   static int64_t present(const py::list& param_groups);
@@ -50,7 +50,8 @@ class Table {
   static void release_grads(const py::list& param_groups);
   // As read_grads, for gradients that are given; returns that index or -1.
   int64_t set_grads(const py::list& grads);
-  // Points the rows at their fp32 sums (None: not folded). Returns -1, or the first index whose sum does not fit.
+  // Points the rows at their sums in fp32 or bf16 (None: not folded). Returns -1, or the first index whose sum does not
+  // fit.
   int64_t set_sums(const py::list& sums);
   void take_sums();   // the sums are the gradients
   void keep_grads();  // the gradients become the sums
@@ -102,6 +103,7 @@ class Table {
   std::vector<Operands> operands_;
   std::vector<bool> held_;
   std::vector<Layout> layouts_;  // of params, and so of gradients, accumulators and states
+  std::vector<Dtype> sum_dtypes_;
   int64_t chunks_ = 0;
   int64_t numel_ = 0;
   bool plain_ = true;

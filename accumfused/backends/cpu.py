@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class CpuBackend:
         table = plan.table_reader.pointed_at(fold.grads, fold.sums, overwrites=fold.overwrites)
         commit.with_launch(partial(
             self._c.accumulate, self.instruction_set, table, torch.get_num_threads(),
-            number(fold.factor), address(fold.before), fold.overwrites, partials.data_ptr(),
+            *operands(fold, partials),
         ))  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
@@ -65,6 +66,12 @@ class CpuBackend:
 
 def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def operands(fold: Fold, partials: Tensor) -> tuple[Any, ...]:
+    """Returns what native kernels take of a fold, beside its gradients and sums."""
+    numbers = number(fold.factor), address(fold.before), fold.overwrites, fold.copies
+    return *numbers, partials.data_ptr(), address(fold.words), fold.salt
 
 
 def number(value: Number) -> tuple[float, int]:

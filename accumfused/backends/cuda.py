@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from accumfused import compiled
-from accumfused.backends.cpu import address, number
+from accumfused.backends.cpu import address, operands
 from accumfused.core.graphs import is_capturing
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scaling, at_hand
@@ -46,8 +46,7 @@ class CudaBackend:
         rows = plan.table_reader.pointed_at(fold.grads, fold.sums, overwrites=fold.overwrites)
         table, stream = self._on_device(plan, [partials])
         commit.with_launch(partial(
-            table.accumulate, rows, stream, number(fold.factor), address(fold.before), fold.overwrites,
-            partials.data_ptr(),
+            table.accumulate, rows, stream, *operands(fold, partials),
         ))  # fmt: skip
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:

@@ -36,6 +36,7 @@ class Plan:
     devices: set[torch.device] = field(default_factory=set)  # of all parameters with memory
     dtype: torch.dtype = torch.float32  # of factors, sums of squares and coefficients
     is_valid: bool = True  # False: the optimizer's state or settings were replaced
+    seed: int = 0  # of the noise of sums in bf16
     backend: Backend = field(init=False)  # has added its tables
     exchange: Exchange = field(init=False)
     skips: Skips = field(init=False)  # of the optimizer's steps; the next plan has it, too
@@ -82,6 +83,11 @@ class Plan:
     def is_spread(self) -> bool:
         """Whether some rows are shards of their parameters."""
         return any(row.shard is not None for row in self.rows)
+
+    @cached_property
+    def rounds_sums(self) -> bool:
+        """Whether some new sums are in bf16."""
+        return any(row.sum_dtype is torch.bfloat16 for row in self.rows)
 
     @cached_property
     def least_eps(self) -> list[float]:

@@ -6,7 +6,7 @@ In: param_groups and state. A tensor that moves, a new group, another state: eac
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,6 +63,7 @@ class Plans:
         self.skips = Skips(torch.zeros((), dtype=torch.int64, device="cpu") if skipped is None else skipped)
         self.last: Plan | None = None
         self.backend: Backend | None = None  # a benchmark sets it; it overrides the selection
+        self.fused: weakref.WeakSet[Any] = weakref.WeakSet()  # layers whose products add to their weights' sums
         self._surroundings = surroundings
 
     @property
@@ -95,7 +96,8 @@ class Plans:
         if last is not None and last.is_valid and last.rules == rules and last.unchanged(with_states=with_states):
             return last
         graphs.refuse_new_tensors({param.device for param in self.params if has_memory(param)})
-        plan = build(self._owner, rules, self.settings)
+        plan = build(self._owner, rules, self.settings, {id(layer.weight) for layer in self.fused})
+        plan.seed = self.seed
         backend, plan.exchange = self._surroundings.select(self.settings, plan, last)
         for row in plan.rows:
             row.is_bundled = 4 * initialized(row.param).numel() < plan.exchange.bundled_bytes
@@ -138,8 +140,13 @@ class Plans:
         return self.current()
 
 
-def build(optimizer: Callable[[], Any], rules: list[type[Rule]], settings: Settings) -> Plan:
+def build(
+    optimizer: Callable[[], Any], rules: list[type[Rule]], settings: Settings, fused: Container[int] = ()
+) -> Plan:
     """Builds the plan; the backend then adds its own tables.
+
+    Args:
+        fused: ids of parameters to whose sums products add.
 
     Raises:
         ValueError: a group's states cannot be kept in 8 bits.
@@ -151,7 +158,8 @@ def build(optimizer: Callable[[], Any], rules: list[type[Rule]], settings: Setti
     rows, chunks = list[Row](), 0
     for group, (rule, of_group) in enumerate(zip(rules, optimizer().param_groups, strict=True)):
         for index in range(len(of_group["params"])):
-            rows.append(row_of(InGroup(optimizer, group, index), group, rule, settings, chunks))
+            is_fused = id(of_group["params"][index]) in fused
+            rows.append(row_of(InGroup(optimizer, group, index), group, rule, settings, chunks, is_fused=is_fused))
             chunks += chunk_count(rows[-1].tensor.numel())
     params = [row.owned for row in rows]
     devices = {row.param.device for row in rows if has_memory(row.param)}

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -80,7 +80,7 @@ class Fold:
 
     Args:
         grads: None: the sum stays as it is, but for `before`.
-        sums: in their rows' `Format.dtype`; None: there is none to write.
+        sums: in fp32 (fp64), or in bf16, rounded at each addition; None: there is none to write.
         factor: rounded once to the plan's dtype; a tensor is fp64, of shape [].
         before: the window's total weight before this micro-batch, fp64, shape []. While it is 0 the sums hold nothing:
             they become their gradients, or 0 without one. None: the sums hold something.
@@ -91,15 +91,22 @@ class Fold:
     factor: Number
     before: Tensor | None = None
     overwrites: bool = False
+    words: Tensor | None = None  # int64 [plan.chunks], `SumNoise.words`; None: sums in bf16 are rounded to nearest
+    salt: int = 0  # of this process, for them
 
-    @property
+    @cached_property
     def copies(self) -> bool:
         """Whether gradients are copied as they are; nothing is measured then."""
-        return self.overwrites and not isinstance(self.factor, Tensor) and self.factor == 1.0
+        if not self.overwrites or isinstance(self.factor, Tensor) or self.factor != 1.0:
+            return False
+        return self.words is None or not any(
+            s is not None and s.dtype is torch.bfloat16 and g is not None and g.dtype is not s.dtype
+            for g, s in zip(self.grads, self.sums, strict=True)
+        )
 
     def tensors(self) -> list[Tensor]:
         """Lists the numbers that the device holds."""
-        return [number for number in (self.factor, self.before) if isinstance(number, Tensor)]
+        return [number for number in (self.factor, self.before, self.words) if isinstance(number, Tensor)]
 
     def refuse_overwritten(self) -> None:
         """Refuses gradients in the memory of their sums, for backends without a table (a table checks that)."""
@@ -263,6 +270,7 @@ class Exchange:
     has_means = False  # gradients are means over processes before they are folded
     is_alone = True  # neither
     bundled_bytes = 0  # accumulators below this travel together
+    rank = 0  # whose sums have rounding noise of their own
 
     def check(self, plan: Plan, weight: float | Tensor | None, *, in_loss: bool) -> None:
         """Refuses, before each micro-batch, gradients that it would misread (as means, say)."""

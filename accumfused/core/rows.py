@@ -76,7 +76,13 @@ class Row:
     copy: Tensor | None  # a dense copy, which the kernels write, if the memory is not dense
     has_state: bool  # the state is complete, and in the row's format
     is_initialized: bool  # else it is a lazy module's, and empty
+    sum_dtype: torch.dtype  # of a new sum; an open window's may have the other one
     is_bundled: bool = False  # its accumulator is small, and travels together with others
+
+    @property
+    def sum_number(self) -> int:
+        """`sum_dtype` as csrc/rows.h's number."""
+        return DTYPES.index(self.sum_dtype) if self.sum_dtype in DTYPES else 0
 
     @property
     def param(self) -> Tensor:
@@ -105,8 +111,14 @@ class Row:
         return storage_of(self.rule, self.form, self.entries) if self.has_state else None
 
 
-def row_of(source: Source, group: int, rule: type[Rule], settings: Settings, chunk: int) -> Row:
-    """Makes a row, whose first chunk is `chunk`."""
+def row_of(
+    source: Source, group: int, rule: type[Rule], settings: Settings, chunk: int, *, is_fused: bool = False
+) -> Row:
+    """Makes a row, whose first chunk is `chunk`.
+
+    Args:
+        is_fused: products add to its sum, which must be exact for them.
+    """
     param = source.param
     shard = shards.shard_of(param)
     tensor, copy = shards.owned(param, shard), None
@@ -117,7 +129,10 @@ def row_of(source: Source, group: int, rule: type[Rule], settings: Settings, chu
     if has_state:
         has_state = is_stored(rule, form, tensor, entries if shard is None else shard.parts(entries))
     origin = 0 if shard is None else shard.origin
-    return Row(source, group, rule, form, chunk, shard, origin, copy, has_state, not is_lazy(param))
+    sum_dtype = form.dtype
+    if settings.sum_dtype is torch.bfloat16 and not is_fused and param.dtype in (torch.float32, torch.bfloat16):
+        sum_dtype = torch.bfloat16
+    return Row(source, group, rule, form, chunk, shard, origin, copy, has_state, not is_lazy(param), sum_dtype)
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The window: the micro-batches between two updates, as one sum in fp32 (or fp64) for each parameter.
+"""The window: the micro-batches between two updates, as one sum in fp32 (or fp64, or bf16) for each parameter.
 
 In: fresh `p.grad`s with their factors (weights.py). Out: sums, which become `p.grad` when `last=True` closes the
 window, or go to the step with their divisor. An engine never changes the window that it has. It changes a draft, which
@@ -24,6 +24,7 @@ from accumfused.core.habits import Habits
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import ALONE, Agreement, Commit, Fold, Number
 from accumfused.core.reader import adoptable, setting_grads
+from accumfused.core.rounding import SumNoise
 from accumfused.core.rows import Grads, Row, check_size
 from accumfused.core.weights import MicroBatch, WindowWeights
 from accumfused.formats import shards
@@ -59,13 +60,15 @@ class Window:
     arena: Arena = field(default_factory=Arena)  # memory of sums that are no adopted gradients
     habits: Habits = field(default_factory=Habits)
     grad_dtypes: dict[Tensor, torch.dtype] = field(default_factory=dict)  # of exposed parameters with others in p.grad
+    noise: SumNoise = field(default_factory=SumNoise)
     # [chunks], in the plan's dtype: folds and the norm write them.
     partials: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32, device="cpu"))
 
     phase: Phase = Phase.IDLE
     plan: Plan | None = None
     params: list[Tensor] = field(default_factory=list)  # of an open window
-    sums: Grads = field(default_factory=Grads)  # in `Format.dtype`, one per parameter; None: no gradient yet
+    sums: Grads = field(default_factory=Grads)  # one per parameter, each in its own dtype; None: no gradient yet
+    rounds: bool = False  # some sums may be in bf16
     is_measured: list[bool] = field(default_factory=list)  # a sum's squares are in `partials`
     lacking: int = 0  # rows without a sum
     weights: WindowWeights = field(default_factory=WindowWeights)
@@ -139,12 +142,13 @@ class Window:
             partials = torch.empty(plan.chunks, dtype=plan.dtype, device=plan.device)
         if arena is self.arena and partials is self.partials:
             return self
-        return Window(arena, self.habits, self.grad_dtypes, partials)
+        return Window(arena, self.habits, self.grad_dtypes, self.noise, partials)
 
     def opened(self, plan: Plan) -> Window:
         """Opens a window without micro-batches."""
         window, count = self.fitted(plan).ended(), len(plan.rows)
         window.phase, window.plan, window.params = Phase.OPEN, plan, plan.params
+        window.rounds = plan.rounds_sums
         window.sums, window.is_measured, window.lacking = Grads([None] * count), [False] * count, count
         if plan.device.type == "cpu":  # a micro-batch's gradients, and as much for what lies between them
             keep_freed(2 * 4 * plan.numel)
@@ -182,7 +186,7 @@ class Window:
         if is_one and not self.present and plan.reader.adopt_all(grads):  # nearly always, for a window's first
             self.sums, self.lacking, self.is_measured = grads, 0, [False] * len(grads)
         elif factor is not None and has_all_grads and not self.lacking and micro_batch.before is None:  # for others
-            folds = [Fold(grads, self.sums, factor)]
+            folds = [self._fold(grads, self.sums, factor)]
         elif factor is not None:
             folds = self._folds(plan, grads, micro_batch, factor, ends)
         if ends:
@@ -207,7 +211,7 @@ class Window:
                 targets = Grads([t if index in again else s for index, (t, s) in both])
             if again:  # a second part of a gradient
                 added = Grads([t if index in again else None for index, t in enumerate(targets)])
-                folds.append(Fold(grads, added, factor))
+                folds.append(self._fold(grads, added, factor))
                 targets = Grads([None if index in again else t for index, t in enumerate(targets)])
             fresh = frozenset(index for index, grad in enumerate(grads) if grad is not None)
             self.in_progress = replace(micro_batch, indices=again | fresh)
@@ -215,7 +219,7 @@ class Window:
         if any(grad is not None for grad in first):  # into spare memory: a failure after it costs nothing
             folds = [*self._adopt_or_copy(plan, first, factor, may_scale=not adds), *folds]
         if adds:
-            folds.append(Fold(grads, targets, factor, before))
+            folds.append(self._fold(grads, targets, factor, before))
         return folds
 
     def _adopt_or_copy(self, plan: Plan, grads: Grads, factor: Number, *, may_scale: bool) -> list[Fold]:
@@ -243,14 +247,22 @@ class Window:
         self.is_measured = [m and g is None for m, g in zip(self.is_measured, grads, strict=True)]
         if any(grad is not None for grad in copied):
             copied = self.arena.apart(copied)
-            fold = Fold(copied, self.arena.places_for(plan, copied), factor, overwrites=True)
+            fold = self._fold(copied, self.arena.places_for(plan, copied), factor, overwrites=True)
             first_sums = Grads([p if a is None else a for a, p in zip(adopted, fold.sums, strict=True)])
             self._note(plan, fold)
             self._launch(plan, fold)
         self.sums = Grads([s if n is None else n for s, n in zip(self.sums, first_sums, strict=True)])
         self.lacking = sum(s is None for s in self.sums)
         scales = not is_one and any(grad is not None for grad in adopted)
-        return [Fold(adopted, adopted, factor, overwrites=True)] if scales else []
+        return [self._fold(adopted, adopted, factor, overwrites=True)] if scales else []
+
+    def _fold(
+        self, grads: Grads, sums: Grads, factor: Number, before: Tensor | None = None, *, overwrites: bool = False
+    ) -> Fold:
+        """Makes a fold, which rounds sums in bf16 stochastically."""
+        assert self.plan is not None
+        words = self.noise.words(self.plan) if self.rounds else None
+        return Fold(grads, sums, factor, before, overwrites, words, self.plan.exchange.rank)
 
     def _launch(self, plan: Plan, fold: Fold, commit: Commit = ALONE) -> None:
         """Launches a fold, and keeps what it reads: the commit releases the gradients, and any end drops the sums."""
@@ -280,6 +292,8 @@ class Window:
         if isinstance(factor, Tensor) or factor != 1.0 or micro_batch.before is not None:
             return None
         accumulator = self.sums[index]
+        if accumulator is not None and accumulator.dtype is not plan.rows[index].form.dtype:
+            return None  # a product would be rounded to the nearest
         holds = accumulator is not None
         if accumulator is None:
             plan.reader.forget_sums()
@@ -295,7 +309,10 @@ class Window:
         return (self.weights.divisor if self.agreed is None else self.agreed.divisor) / self.divided
 
     def scale(self, factor: Number, commit: Commit) -> None:
-        """Multiplies the sums of a draft in place, in a pass of its own: 8 bytes a parameter."""
+        """Multiplies the sums of a draft in place, in a pass of its own: 8 bytes a parameter.
+
+        Sums in bf16 are rounded to the nearest, in all processes alike.
+        """
         plan = self.plan
         assert plan is not None
         if self.present:
@@ -378,7 +395,7 @@ class Window:
 
     def ended(self) -> Window:
         """Makes an empty window, which has the memory and habits of this one."""
-        return Window(self.arena, self.habits, self.grad_dtypes, self.partials)
+        return Window(self.arena, self.habits, self.grad_dtypes, self.noise, self.partials)
 
     def restore_grad_dtypes(self) -> None:
         """Restores the dtypes of p.grad that `exposed` has replaced, once the sums there are released."""
@@ -422,6 +439,7 @@ class Window:
         return replace(
             self, plan=plan, params=params, sums=sums, is_measured=is_measured,
             lacking=self.lacking + added, weights=self.weights.on(plan.device), partials=partials,
+            rounds=self.rounds or plan.rounds_sums,
         )  # fmt: skip
 
     @classmethod
@@ -431,6 +449,7 @@ class Window:
             Arena(len(params)), phase=Phase.OPEN, params=params, sums=Grads(sums),
             is_measured=[False] * len(sums), lacking=sum(s is None for s in sums),
             weights=WindowWeights.resumed(numbers),
+            rounds=any(s is not None and s.dtype is torch.bfloat16 for s in sums),
         )  # fmt: skip
 
     def copied(self) -> Window:
@@ -438,7 +457,7 @@ class Window:
         sums = Grads([None if s is None else s.clone() for s in self.sums])
         return replace(
             self, plan=None, params=list(self.params), sums=sums, is_measured=[False] * len(sums),
-            arena=Arena(len(sums)), partials=self.partials[:0], habits=Habits(), grad_dtypes={},
+            arena=Arena(len(sums)), partials=self.partials[:0], habits=Habits(), grad_dtypes={}, noise=SumNoise(),
         )  # fmt: skip
 
 
@@ -472,8 +491,12 @@ def _refuse_moved(row: Row, accumulator: Tensor | None) -> None:
     """Refuses a parameter that no longer fits its sum."""
     if accumulator is None:
         return
-    param, place = row.owned, (accumulator.device, accumulator.shape, accumulator.dtype)
-    if place != (param.device, param.shape, row.form.dtype):
+    param, place = row.owned, (accumulator.device, accumulator.shape)
+    is_one = accumulator.dtype is row.form.dtype or (accumulator.dtype, row.form.dtype) == (
+        torch.bfloat16,
+        torch.float32,
+    )
+    if place != (param.device, param.shape) or not is_one:
         raise RuntimeError(
             f"a parameter became {param.dtype} of shape {list(param.shape)} on {param.device} while a window "
             f"is open; its accumulator has shape {list(accumulator.shape)} and is on {accumulator.device}. "

@@ -117,6 +117,8 @@ class FusedLinears:
             return self._forward(layer, inputs[0])
 
         forward.fused = self  # type: ignore[attr-defined]
+        optimizer._engine.plans.fused |= set(layers)
+        optimizer._engine.plans.forget()
         for module in layers:
             self._layers.add(module)
             module.forward = types.MethodType(forward, module)
@@ -155,6 +157,10 @@ class FusedLinears:
         for module in self._layers:
             if _handle_of(module.__dict__.get("forward")) is self:  # else somebody has wrapped it
                 del module.forward
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer._engine.plans.fused -= self._layers
+            optimizer._engine.plans.forget()
         self._layers.clear()
         release = self._own_release() if self._own_release else None
         if release is not None:

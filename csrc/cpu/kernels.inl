@@ -143,29 +143,77 @@ float fold_chunk(float* sum, const G* grad, float factor, int64_t n) {
   return tree_sum(lanes, width);
 }
 
+// The same for a sum in bf16, whose results are rounded by noise, or to nearest without any.
+template <bool kKeep, bool kAdd, class G>
+float fold_chunk(Bfloat16* sum, const G* grad, float factor, int64_t n, Draw* noise) {
+  alignas(64) float lanes[kLanes], values[kLanes];
+  alignas(64) uint32_t tile[kLanes + 64];
+  const int64_t width = tree_width(n);
+  for (int64_t l = 0; l < width; ++l) lanes[l] = 0.0f;
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const int64_t length = smaller(kLanes, n - i);
+    Bfloat16* const out = sum + i;
+    const G* const in = kAdd ? grad + i : nullptr;
+    for (int64_t l = 0; l < length; ++l) {
+      float value = kKeep ? to_float(out[l]) : 0.0f;
+      if constexpr (kAdd) value = kKeep ? value + to_float(in[l]) * factor : to_float(in[l]) * factor;
+      values[l] = value;
+    }
+    const auto store = [&](const auto& rounded) {
+#pragma GCC ivdep
+      for (int64_t l = 0; l < length; ++l) {
+        out[l] = rounded(l);
+        lanes[l] += to_float(out[l]) * to_float(out[l]);
+      }
+    };
+    if (noise == nullptr) {
+      store([&](int64_t l) { return to_bfloat16(values[l]); });
+    } else {
+      const uint32_t* const bits = noise->next(length, tile);
+      store([&](int64_t l) { return to_bfloat16(values[l], bits[l]); });
+    }
+  }
+  return tree_sum(lanes, width);
+}
+
+template <bool kKeep, bool kAdd, class G>
+float fold_chunk(float* sum, const G* grad, float factor, int64_t n, Draw*) {
+  return fold_chunk<kKeep, kAdd>(sum, grad, factor, n);
+}
+
 void accumulate(const Work& work, const Fold& fold) {
-  const bool is_fresh = fold.is_fresh(), copies = fold.copies(), keeps = !fold.overwrites && !is_fresh;
+  const bool is_fresh = fold.is_fresh(), copies = fold.copies, keeps = !fold.overwrites && !is_fresh;
   const float factor = is_fresh && !fold.overwrites ? 1.0f : fold.multiplier();
   int64_t written_bytes = 0;
   for (int64_t i = 0; copies && i < work.count; ++i) written_bytes += work.operands[i].sum ? work.rows[i].numel * 4 : 0;
   const bool beyond_cache = written_bytes > kStreamBytes;
-  for_each_chunk<Nothing>(work, [&](Nothing, const Row&, const Operands& in, int64_t chunk, int64_t offset, int64_t n) {
-    if (in.sum == nullptr) return;
-    float* const sum = in.sum + offset;
+  const auto fold_into = [&](auto* sum, const Operands& in, int64_t chunk, int64_t offset, int64_t n, Draw* noise) {
     float* const partial = fold.partials + chunk;
     const float* const nothing = nullptr;
     if (in.grad == nullptr) {
-      if (is_fresh) *partial = fold_chunk<false, false>(sum, nothing, factor, n);
+      if (is_fresh) *partial = fold_chunk<false, false>(sum, nothing, factor, n, noise);
     } else if (copies) {
       with_grad(in, offset, [=](auto grad) { overwrite(sum, grad, n, beyond_cache); });
     } else if (factor == 0.0f) {
-      *partial = keeps ? sum_of_squares(sum, n) : fold_chunk<false, false>(sum, nothing, factor, n);
+      *partial = keeps ? sum_of_squares(sum, n) : fold_chunk<false, false>(sum, nothing, factor, n, noise);
     } else {
       with_grad(in, offset, [=](auto grad) {
-        *partial = keeps ? fold_chunk<true, true>(sum, grad, factor, n) : fold_chunk<false, true>(sum, grad, factor, n);
+        *partial = keeps ? fold_chunk<true, true>(sum, grad, factor, n, noise)
+                         : fold_chunk<false, true>(sum, grad, factor, n, noise);
       });
     }
-  });
+  };
+  for_each_chunk<Nothing>(work,
+                          [&](Nothing, const Row& row, const Operands& in, int64_t chunk, int64_t offset, int64_t n) {
+                            if (in.sum == nullptr) return;
+                            if (in.sum_dtype == Dtype::kFloat32)
+                              return fold_into(static_cast<float*>(in.sum) + offset, in, chunk, offset, n, nullptr);
+                            Bfloat16* const sum = static_cast<Bfloat16*>(in.sum) + offset;
+                            if (fold.words == nullptr || !fold.rounds(in, keeps, factor))
+                              return fold_into(sum, in, chunk, offset, n, nullptr);
+                            Draw noise(Noise(fold_key(fold.words[chunk]++, fold.salt), row.origin + offset));
+                            fold_into(sum, in, chunk, offset, n, &noise);
+                          });
 }
 
 // ---- step -----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 // beyond the caches non-temporal ones save that (10 -> 6 bytes an element for a 16-bit gradient). Compilers emit none
 // on their own.
 #pragma once
-#include "../numeric.h"
+#include "../codecs.h"
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
@@ -11,6 +11,11 @@ namespace accumfused::AF_TARGET {
 namespace {
 
 constexpr int64_t kStreamBytes = 8 << 20;  // past the second-level caches of two to eight cores
+
+template <class G>
+void overwrite(Bfloat16* __restrict sum, const G* __restrict grad, int64_t n, bool) {
+  for (int64_t i = 0; i < n; ++i) sum[i] = to_bfloat16(to_float(grad[i]));  // of bf16: exact
+}
 
 template <class G>
 void overwrite(float* __restrict sum, const G* __restrict grad, int64_t n, [[maybe_unused]] bool beyond_cache) {
