@@ -17,6 +17,8 @@ from table import random_grads
 from torch import Tensor, nn
 
 import accumfused as af
+from accumfused.backends.several import SeveralDevices
+from accumfused.backends.torch_kernels import TorchBackend
 
 PLACES = [*INSTRUCTION_SETS[:1], "emulated", "two devices", "interpreted", "reference", "torch"]
 every_place = pytest.mark.parametrize("place", PLACES, indirect=True)
@@ -251,3 +253,19 @@ def test_members_of_a_group_release_theirs(place: Place) -> None:
         runs.append((everything(one), everything(other)))
     for released, kept in zip(*runs, strict=True):
         assert_all_same_bits(released, kept)
+
+
+def test_torchs_own_kernels_note_that_a_graph_has_captured_them(
+    devices_apart: tuple[torch.device, torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other backends' notes: test_gpu_graphs.py."""
+    for backend in (TorchBackend(), SeveralDevices({device: TorchBackend() for device in devices_apart})):
+        params, optimizer = made(Place(backend), KINDS["fp32"])
+        plain_step(params, optimizer, 1)
+        optimizer.release_memory()
+        plain_step(params, optimizer, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr("accumfused.backends.torch_kernels.is_capturing", lambda device: True)
+            plain_step(params, optimizer, 3)
+        with refused(optimizer, RuntimeError, "captured a call of this optimizer"):
+            optimizer.release_memory()
