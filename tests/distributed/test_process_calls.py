@@ -63,6 +63,31 @@ def test_one_process_may_release_its_memory_and_the_others_notice_nothing() -> N
     assert processes.agreed(2, release_alone, True) == processes.agreed(2, release_alone, False)
 
 
+def release_shards(releases: bool) -> list[Tensor]:
+    """In a worker: the whole weights after windows of shards."""
+    model = Net()
+    outer = sharded(model)
+    optimizer = adamw(model)
+    for step in range(2):
+        for micro_batch in range(2):
+            optimizer.backward(
+                loss_of(outer, 3, 100 * step + 10 * micro_batch + dist.get_rank()), last=bool(micro_batch)
+            )
+        if releases:
+            with pytest.raises(RuntimeError, match="closed window's accumulator"):
+                optimizer.release_memory()
+        optimizer.step()
+        if releases:
+            optimizer.release_memory()
+    return [*everything_whole(optimizer).values()]
+
+
+def test_memory_of_shards_is_released_after_a_closed_window_not_within() -> None:
+    both = zip(*(processes.agreed(2, release_shards, releases) for releases in (True, False)), strict=True)
+    for released, kept in both:
+        assert_same_bits(released, kept)
+
+
 # ---- one decision --------------------------------------------------------------------------------------------------
 
 WAYS = [  # scaler, how a window ends: "unscaled" is closed, and unscale_() and torch's clip precede the step
