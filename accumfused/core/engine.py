@@ -314,12 +314,8 @@ class Engine:
     def release_memory(self) -> None:
         """Lets go of all tensors but states, and numbers that can be read; the next call makes them again."""
         self.refuse_open("release_memory()")
-        if self.window.phase is Phase.CLOSED:
-            if self.window.is_exposed(Grads(local(param.grad) for param in self.plans.params)):
-                raise RuntimeError(
-                    "p.grad is a closed window's accumulator; call step() or zero_grad() before release_memory()"
-                )
-            self.drop()  # model.zero_grad() has released its gradients
+        if self.window.is_exposed(Grads(local(param.grad) for param in self.plans.params)):
+            raise RuntimeError("p.grad is a closed window's sum; call step() or zero_grad() before release_memory()")
         last = self.plans.last
         if last is not None and (last.backend.is_captured or any(map(graphs.is_capturing, last.devices))):
             raise RuntimeError(
@@ -327,8 +323,9 @@ class Engine:
                 "release_memory() before the capture, or give up the graph and go on with a new optimizer, by "
                 "load_state_dict(optimizer.state_dict())"
             )
+        self.drop()  # a closed window, whose gradients model.zero_grad() has released
         self.plans.release()
-        self.window = self.window.released()
+        self.window = Window(habits=self.window.habits, grad_dtypes=self.window.grad_dtypes)
         return_freed()
 
     # ---- the coefficient -------------------------------------------------------------------------------------------

@@ -374,10 +374,6 @@ class Window:
         """Makes an empty window, which has the memory and habits of this one."""
         return Window(self.arena, self.habits, self.grad_dtypes, self.partials)
 
-    def released(self) -> Window:
-        """Makes an empty window without memory, which has the habits of this one."""
-        return Window(habits=self.habits, grad_dtypes=self.grad_dtypes)
-
     def restore_grad_dtypes(self) -> None:
         """Restores the dtypes of p.grad that `exposed` has replaced, once the sums there are released."""
         for param, dtype in list(self.grad_dtypes.items()):

@@ -172,7 +172,7 @@ def test_it_is_refused_within_a_window_which_goes_on(place: Place) -> None:
     for each, own in ((params, optimizer), (twins, twin)):
         give(each, 2)
         own.accumulate(5, last=True)
-    with refused(optimizer, RuntimeError, r"p.grad is a closed window's accumulator; call step\(\) or zero_grad\(\)"):
+    with refused(optimizer, RuntimeError, r"p.grad is a closed window's sum; call step\(\) or zero_grad\(\)"):
         optimizer.release_memory()
     optimizer.step()
     twin.step()

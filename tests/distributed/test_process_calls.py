@@ -74,7 +74,7 @@ def release_shards(releases: bool) -> list[Tensor]:
                 loss_of(outer, 3, 100 * step + 10 * micro_batch + dist.get_rank()), last=bool(micro_batch)
             )
         if releases:
-            with pytest.raises(RuntimeError, match="closed window's accumulator"):
+            with pytest.raises(RuntimeError, match="closed window's sum"):
                 optimizer.release_memory()
         optimizer.step()
         if releases:
