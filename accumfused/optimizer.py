@@ -180,6 +180,21 @@ class FusedOptimizer(TorchOptimizer):
         if engine.during_backward is not None:
             engine.during_backward.forget()
 
+    @uncompiled
+    def release_memory(self) -> None:
+        """Frees all memory but the states', for a pause in the training: while the model generates, say.
+
+        It frees accumulators that are kept for the next window, tables, copies and intermediate tensors. On a CPU it
+        also returns freed memory to the system; on a card `torch.cuda.empty_cache()` does, called after it. `p.grad`,
+        `grad_norm`, `metrics()` and all counts stay. The next call makes everything again, with the same bits, and
+        takes as long as a first one.
+
+        Raises:
+            RuntimeError: a window is open, or closed and in `p.grad`; a CUDA graph has captured a call of this
+                optimizer.
+        """
+        self._engine.release_memory()
+
     @property
     def settings(self) -> Mapping[str, Any]:
         """All settings by name, as they are now; read-only."""

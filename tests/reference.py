@@ -34,6 +34,7 @@ from accumfused.rules import on_tensors
 class ReferenceBackend:
     name = "reference"
     measures_folds = True
+    is_captured = False
 
     def prepare(self, plan: Plan) -> None:
         """Prepares nothing: the reference reads all tensors at each step."""

@@ -20,6 +20,7 @@ class CpuBackend:
 
     name = "cpu"
     measures_folds = True
+    is_captured = False
 
     def __init__(self, instruction_set: str | None = None) -> None:
         self._c = compiled.module

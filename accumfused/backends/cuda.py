@@ -32,6 +32,10 @@ class CudaBackend:
         self._tables: WeakKeyDictionary[Plan, _OnDevice] = WeakKeyDictionary()
         self._captured: dict[int, Tensor] = {}  # by address: memory that graphs read; they may outlive a plan
 
+    @property
+    def is_captured(self) -> bool:
+        return bool(self._captured)
+
     def prepare(self, plan: Plan) -> None:
         plan.add_table(self._table)
         plan.functors = list(map(compile.index, plan.rules))

@@ -25,6 +25,10 @@ class SeveralDevices:
         self.measures_folds = all(backend.measures_folds for backend in backends.values())
         self.name = " + ".join(f"{backend.name} ({device})" for device, backend in backends.items())
 
+    @property
+    def is_captured(self) -> bool:
+        return any(backend.is_captured for backend in self.backends.values())
+
     def prepare(self, plan: Plan) -> None:
         """Makes one plan per device, with the same rows; the leading device's comes first."""
         for device, backend in sorted(self.backends.items(), key=lambda item: item[0] != plan.device):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from accumfused.backends import torch_step
 from accumfused.backends.batches import WHOLE, Batch, Tensors, cut
+from accumfused.core.graphs import is_capturing
 from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scaling
@@ -35,6 +36,7 @@ class TorchBackend:
     measures_folds = False  # measuring is a pass of its own, and only a window's last fold needs it
 
     def __init__(self) -> None:
+        self.is_captured = False
         self._batches_of: WeakKeyDictionary[Plan, dict[int, list[Batch]]] = WeakKeyDictionary()  # by their size
 
     def prepare(self, plan: Plan) -> None:
@@ -100,6 +102,7 @@ class TorchBackend:
 
     def _batches(self, plan: Plan, size: int, kinds: Sequence[Any]) -> Iterator[Batch]:
         """Yields batches of about `size` elements of one kind, from all rows whose kind is not false."""
+        self.is_captured = self.is_captured or is_capturing(plan.device)
         batches = self._batches_of[plan]
         if size not in batches:
             batches[size] = list(cut(plan, size))

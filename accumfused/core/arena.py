@@ -24,7 +24,8 @@ _PADDING = 32  # elements: accumulators start at multiples of 64 bytes
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, see malloc.h
 _LARGEST_BLOCK = 32 * 2**20  # bytes: what glibc itself would come to in time; larger blocks never lie in the heap
 _TUNED_BY = ("MALLOC_", "GLIBC_TUNABLES")  # how these variables begin with which users tune glibc
-_trim = 2 * _LARGEST_BLOCK  # bytes: where glibc's own rule for this threshold ends
+_OWN_TRIM = 2 * _LARGEST_BLOCK  # bytes: where glibc's own rule for this threshold ends
+_trim = _OWN_TRIM
 
 
 class Arena:
@@ -145,3 +146,10 @@ def keep_freed(size: int) -> None:
         library.mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK)
         library.mallopt(_TRIM_THRESHOLD, size if size < 2**31 else -1)  # an int; -1: all of it
     _trim = size
+
+
+def return_freed() -> None:
+    """Gives freed memory that `keep_freed` keeps back to the system. (Large blocks went back when they were freed.)"""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if _trim > _OWN_TRIM else None
+    if trim is not None:
+        trim(0)

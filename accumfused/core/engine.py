@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from accumfused.core import graphs
+from accumfused.core.arena import return_freed
 from accumfused.core.coefficients import Clipping, Policies
 from accumfused.core.metrics import Meter
 from accumfused.core.noise import Noise
@@ -31,6 +32,7 @@ from accumfused.core.reader import setting_grads
 from accumfused.core.rows import Grads
 from accumfused.core.weights import weight_if
 from accumfused.core.window import Phase, Window
+from accumfused.formats.shards import local
 from accumfused.settings import NAMES, Settings
 
 
@@ -307,6 +309,23 @@ class Engine:
         self.window.refuse_broken()
         if self.window.is_open:
             raise RuntimeError(f"a window is open{why}; call optimizer.step() or zero_grad() before {call}")
+
+    def release_memory(self) -> None:
+        """Lets go of all tensors but states, and numbers that can be read; the next call makes them again."""
+        self.refuse_open("release_memory()")
+        if self.window.is_exposed(Grads(local(param.grad) for param in self.plans.params)):
+            raise RuntimeError("p.grad is a closed window's sum; call step() or zero_grad() before release_memory()")
+        last = self.plans.last
+        if last is not None and (last.backend.is_captured or any(map(graphs.is_capturing, last.devices))):
+            raise RuntimeError(
+                "a CUDA graph has captured a call of this optimizer, and its replays need the memory; call "
+                "release_memory() before the capture, or give up the graph and go on with a new optimizer, by "
+                "load_state_dict(optimizer.state_dict())"
+            )
+        self.drop()  # a closed window, whose gradients model.zero_grad() has released
+        self.plans.release()
+        self.window = Window(habits=self.window.habits, grad_dtypes=self.window.grad_dtypes)
+        return_freed()
 
     # ---- the coefficient -------------------------------------------------------------------------------------------
 

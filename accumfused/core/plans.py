@@ -114,6 +114,14 @@ class Plans:
         if self.last is not None:
             self.last.is_valid = False
 
+    def release(self) -> None:
+        """Lets go of the plan, and of what others keep for it; not of its exchange, on whose state processes agree."""
+        last = self.last
+        if last is not None:
+            empty = Plan([], last.rules, 0, last.device, None, last.devices, last.dtype, is_valid=False)
+            empty.backend, empty.exchange = last.backend, last.exchange
+            self.last = empty
+
     def with_states(self, plan: Plan, grads: Grads) -> Plan:
         """Makes the state of every parameter with a gradient, in its format, and a plan with these states."""
         graphs.refuse_new_tensors({plan.device})  # a graph would keep the zeros' addresses without filling them

@@ -183,6 +183,10 @@ class Backend(Protocol):
     name: str
     measures_folds: bool  # else `norm` is given the accumulators
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph has captured a launch: its replays read and write the same memory."""
+
     def prepare(self, plan: Plan) -> None:
         """Adds this backend's tables to a new plan."""
 

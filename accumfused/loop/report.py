@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Memory:
     elements: int = 0
     parts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     not_made: int = 0  # the bytes of masters, states and scales that the first step will make
+    kept: int = 0  # the bytes of accumulators that wait for a window
 
     @property
     def total(self) -> int:
@@ -51,6 +53,7 @@ class Memory:
         self.tensors += other.tensors
         self.elements += other.elements
         self.not_made += other.not_made
+        self.kept += other.kept
         for part, size in other.parts.items():
             self.parts[part] += size
 
@@ -62,6 +65,7 @@ class Memory:
             "total": self.total,
             "bytes_per_element": self.per_element,
             "not_made_yet": self.not_made,
+            "kept_for_the_next_window": self.kept,
         }
 
 
@@ -89,16 +93,22 @@ class MemoryReport:
         rows = [header, *(_row(name, memory) for name, memory in self.formats.items()), _row("total", self.total)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
-        if self.total.not_made:
-            lines += ["", f"{_size(self.total.not_made)} of masters and states will be made by the first step."]
-        return "\n".join(lines)
+        notes, total = list[str](), self.total
+        if total.not_made:
+            notes.append(f"{_size(total.not_made)} of masters and states will be made by the first step.")
+        if total.kept:
+            notes.append(
+                f"{_size(total.kept)} of accumulators are kept for the next window; release_memory() frees them."
+            )
+        return "\n".join([*lines, *(["", *notes] if notes else [])])
 
 
 def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
     """Reports the memory of the optimizer's parameters, masters, states, scales, accumulators and gradients.
 
     States that the first step will make count with their future size. Accumulators and gradients count as they are now,
-    so an open window shows its peak. `p.grad` of a closed window counts as an accumulator.
+    so an open window shows its peak. `p.grad` of a closed window counts as an accumulator, and so do accumulators that
+    no window holds now: they are kept for the next one, until `optimizer.release_memory()`.
 
     Args:
         optimizer: of this package. If it keeps its own step (`fuse` of Adafactor, say), only existing states count.
@@ -108,16 +118,15 @@ def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
     """
     check_fused(optimizer, "memory_report")
     window, formats = optimizer._engine.window, dict[str, Memory]()
-    accumulators: dict[int, list[Tensor | None]] = {}
     places, params = window.arena.places, window.params or optimizer._engine.plans.params
-    for param, *tensors in zip(params, window.sums or places, places, strict=False):
-        accumulators[id(param)] = tensors
+    rows = zip(params, window.sums or repeat(None), places, strict=False)
+    accumulators = {id(param): (accumulator, place) for param, accumulator, place in rows}
     for group in optimizer.param_groups:
         rule = optimizer._rule_of(group)
         for param in group["params"]:
             form = format_of(rule, param, optimizer._engine.settings)
             shard, entries = shard_of(param), optimizer.state.get(param, {})
-            memory = _memory_of(rule, form, param, shard, entries, accumulators.get(id(param), []))
+            memory = _memory_of(rule, form, param, shard, entries, *accumulators.get(id(param), (None, None)))
             formats.setdefault(described(rule, form, param), Memory()).add(memory)
     return MemoryReport(formats)
 
@@ -181,12 +190,21 @@ def _memory_of(
     param: Tensor,
     shard: Shard | None,
     entries: Mapping[str, Any],
-    tensors: list[Tensor | None],
+    accumulator: Tensor | None,
+    place: Tensor | None,
 ) -> Memory:
+    """Counts one parameter's memory.
+
+    Args:
+        accumulator: the window's; None: it has none.
+        place: where the next window's will lie, and perhaps this one's; None: there is none.
+    """
     memory = Memory(1, local(param).numel())
+    if place is not None and (accumulator is None or accumulator.data_ptr() != place.data_ptr()):
+        memory.kept = place.nbytes
     parts = memory.parts
     parts["parameters"] = local(param).nbytes
-    accumulators = {id(tensor): tensor for tensor in tensors if tensor is not None}
+    accumulators = {id(tensor): tensor for tensor in (accumulator, place) if tensor is not None}
     parts["accumulators"] = sum(tensor.nbytes for tensor in accumulators.values())
     grad = local(param.grad)
     if grad is not None and id(grad) not in accumulators:

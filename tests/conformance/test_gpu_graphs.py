@@ -128,6 +128,32 @@ def test_a_capture_that_would_build_a_plan_or_states_is_refused(change: Any, ver
         getattr(optimizer, verb)()
 
 
+@pytest.mark.parametrize("verb", ["step", "accumulate", None], ids=str)
+def test_memory_that_a_graph_reads_is_not_released(verb: str | None, gpu: Card | Emulation) -> None:
+    """Before the capture it is."""
+    optimizer = new_optimizer(gpu)
+    for _ in range(2):
+        optimizer.release_memory()
+        step(optimizer, gradients(optimizer, 1.0))
+        gpu.synchronize()
+    if verb == "accumulate":
+        give(optimizer, gradients(optimizer, 1.0))
+        optimizer.accumulate()  # the first has no launch
+    give(optimizer, gradients(optimizer, 1.0))
+    with gpu.capturing():
+        if verb is None:
+            with refused(optimizer, RuntimeError, "captured a call of this optimizer"):
+                optimizer.release_memory()
+        else:
+            getattr(optimizer, verb)()
+    optimizer.zero_grad()
+    if verb is None:
+        optimizer.release_memory()
+        return
+    with refused(optimizer, RuntimeError, r"call release_memory\(\) before the capture, or .* load_state_dict"):
+        optimizer.release_memory()
+
+
 COUNTS = (1, 300, 10_000)  # of tensors
 KNOWN = (2, 0), [(1, 0), (1, 0), (2, 0)]  # launches and copies of a norm with its step; of two folds, and of these
 FRESH = {"emulated": KNOWN, "interpreted": ((2, 1), [(1, 1), (1, 0), (2, 0)])}  # where gradients have new addresses

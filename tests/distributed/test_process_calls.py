@@ -43,6 +43,51 @@ def test_a_window_from_before_the_processes_leaves_nothing_behind() -> None:
     assert set(processes.agreed(2, after_a_window_of_its_own)) == {1.5}
 
 
+def release_alone(releases: bool) -> list[list[float]]:
+    """In a worker: all parameters after windows; the last process releases its memory between them."""
+    params = [param.detach().bfloat16().requires_grad_() for param in random_params(((40, 7), (5,), (300, 20)))]
+    optimizer = af.AdamW(params, lr=0.1, max_grad_norm=1.0, process_group=dist.group.WORLD)
+    for step in range(3):
+        for micro_batch in range(2):
+            grads = random_grads(params, 100 * step + 10 * micro_batch + dist.get_rank(), torch.bfloat16)
+            set_grads(params, [grad if micro_batch or index else None for index, grad in enumerate(grads)])
+            optimizer.accumulate(weight=1.0 + dist.get_rank())
+        optimizer.step()
+        if releases and dist.get_rank() == 1:
+            optimizer.release_memory()
+    return [param.flatten().tolist() for param in params]
+
+
+def test_one_process_may_release_its_memory_and_the_others_notice_nothing() -> None:
+    """It asks nothing of them that was agreed before, and its small sums travel with theirs."""
+    assert processes.agreed(2, release_alone, True) == processes.agreed(2, release_alone, False)
+
+
+def release_shards(releases: bool) -> list[Tensor]:
+    """In a worker: the whole weights after windows of shards."""
+    model = Net()
+    outer = sharded(model)
+    optimizer = adamw(model)
+    for step in range(2):
+        for micro_batch in range(2):
+            optimizer.backward(
+                loss_of(outer, 3, 100 * step + 10 * micro_batch + dist.get_rank()), last=bool(micro_batch)
+            )
+        if releases:
+            with pytest.raises(RuntimeError, match="closed window's sum"):
+                optimizer.release_memory()
+        optimizer.step()
+        if releases:
+            optimizer.release_memory()
+    return [*everything_whole(optimizer).values()]
+
+
+def test_memory_of_shards_is_released_after_a_closed_window_not_within() -> None:
+    both = zip(*(processes.agreed(2, release_shards, releases) for releases in (True, False)), strict=True)
+    for released, kept in both:
+        assert_same_bits(released, kept)
+
+
 # ---- one decision --------------------------------------------------------------------------------------------------
 
 WAYS = [  # scaler, how a window ends: "unscaled" is closed, and unscale_() and torch's clip precede the step

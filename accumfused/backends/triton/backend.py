@@ -65,6 +65,10 @@ class TritonBackend:
         self._words_of: WeakKeyDictionary[Plan, _PlanWords] = WeakKeyDictionary()
         self._programs: dict[tuple[Any, ...], int] = {}  # that a device holds at once, of a kernel with its constants
 
+    @property
+    def is_captured(self) -> bool:
+        return bool(self._captured)
+
     def prepare(self, plan: Plan) -> None:
         """Adds the native module's table if it loads: the table tells whether a plan still holds, kernels ignore it."""
         if compiled.unavailable is None:
