@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
-from accumfused.arguments import checked_weight
+from accumfused.arguments import checked_positive
 from accumfused.auditing.graph import leaves_below
 from accumfused.core.engine import Engine
 from accumfused.core.protocol import Number, on_device
@@ -43,6 +43,12 @@ _ALLOCATORS = (  # what they say, where it is no torch.OutOfMemoryError
     "CUDA error: out of memory",
 )
 _PATIENCE = 16  # batches in parts, after which parts of twice the size are tried
+
+
+_HAS_GRADIENT = (
+    "there is a gradient already, of {}, and a part that runs out of memory would change it; call accumulate() or "
+    "zero_grad() before accumulate_batch()"
+)
 
 
 @dataclass
@@ -80,8 +86,8 @@ def accumulate_batch(
         loss_of: takes the batch, or a part of it, and returns the mean loss of what `weight` counts.
         weight: "samples", or a function that takes a part and returns its weight: the number of its tokens, if the loss
             is a mean over tokens. None: a plain sum, for losses that are sums; then divide by `step(normalizer=)`.
-        split: halves a batch of another form; a list of one says that it cannot be cut. Sizes are then those of the
-            largest tensor in a part, or the number of its leaves.
+        split: halves a batch of another form. The size of a part is then that of its largest tensor, or without one
+            the number of its leaves; what leaves a single part that is not empty is one sample.
         scaler: scales the losses; `scaler.step(optimizer)` follows.
 
     Returns:
@@ -103,7 +109,7 @@ def accumulate_batch(
     """
     optimizers = _members(optimizer)
     engines = [member._engine for member in optimizers]
-    weight_of = _weight_of(weight, split)
+    weight_of = None if weight is None else _weight_of(weight, split)
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"scaler must be an accumfused.GradScaler, for open windows, got {type(scaler).__name__}")
     if split is None:
@@ -119,9 +125,9 @@ def accumulate_batch(
         waiting = deque([batch])
         while waiting:
             part = waiting.popleft()
-            parts = split(part) if _size(part) > fit.most else ()
+            parts = _cut(part, split) if _size(part) > fit.most else []
             if len(parts) < 2:
-                part_weight = checked_weight(weight_of(part))
+                part_weight = weight_of and checked_positive(weight_of(part), "weight", or_zero=True)
                 _prepare(engines, part_weight)
                 loss, failure = _tried(loss_of, part, engines, scaler)
                 if loss is not None:
@@ -133,7 +139,7 @@ def accumulate_batch(
                 gc.collect()  # graphs in cycles; no frame holds anything of the part now
                 if torch.accelerator.is_available():
                     torch.accelerator.empty_cache()
-                parts = split(part)
+                parts = _cut(part, split)
                 if len(parts) < 2:
                     shapes = [list(leaf.shape) for leaf in tree_leaves(part) if isinstance(leaf, Tensor)]
                     raise torch.OutOfMemoryError(
@@ -158,19 +164,18 @@ def _members(optimizer: Optimizers) -> list[FusedOptimizer]:
     return list(dict.fromkeys(members))
 
 
-def _weight_of(weight: Weight[Batch], split: object) -> Callable[[Batch], Number | None]:
-    if weight is None:
-        return lambda _: None
-    if weight == "samples":
-        if split is not None:
-            raise ValueError('weight="samples" counts tensors; with split= give a function of the part, such as len')
-        return lambda part: len(tree_leaves(part)[0])
-    if not callable(weight):
+def _weight_of(weight: object, split: object) -> Callable[[Any], Number]:
+    """Returns the function that weighs a part."""
+    if callable(weight):
+        return weight
+    if not isinstance(weight, str) or weight != "samples":
         raise TypeError(
             'weight must be "samples", a function that takes a part (and counts its tokens, say), or None for losses '
             f"that are sums, got {weight!r}: one number for all parts would weigh small ones as large ones"
         )
-    return weight
+    if split is not None:
+        raise ValueError('weight="samples" counts tensors; with split= give a function of the part, such as len')
+    return _samples
 
 
 def _code(function: Any) -> Any:
@@ -194,12 +199,19 @@ def _check_batch(batch: object) -> None:
         raise ValueError(f"the first dimension must be that of samples in all tensors of a batch: {found}{remedy}")
 
 
+def _samples(part: object) -> int:
+    return len(tree_leaves(part)[0])
+
+
 def _halves(batch: Any) -> list[Any]:
-    samples = len(tree_leaves(batch)[0])
-    if samples < 2:
+    middle = (_samples(batch) + 1) // 2
+    if middle == _samples(batch):
         return [batch]
-    middle = (samples + 1) // 2
     return [tree_map(lambda leaf: leaf[:middle], batch), tree_map(lambda leaf: leaf[middle:], batch)]
+
+
+def _cut(part: Batch, split: Callable[[Batch], Sequence[Batch]]) -> list[Batch]:
+    return [each for each in split(part) if _size(each)]  # a list of one text halves into itself and nothing
 
 
 def _size(part: object) -> int:
@@ -234,15 +246,11 @@ def _prepare(engines: Sequence[Engine], weight: Number | None) -> None:
             raise RuntimeError(_HAS_GRADIENT.format("the optimizer's parameters"))
         if not engine.window.is_open:
             engine.window = engine.window.fitted(plan)
-            trained = ((row, row.is_initialized and row.param.requires_grad) for row in plan.rows)
-            firsts = (row.tensor if t and row.param.dtype != row.form.dtype else None for row, t in trained)
-            engine.window.arena.places_for(plan, Grads(firsts))
-
-
-_HAS_GRADIENT = (
-    "there is a gradient already, of {}, and a part that runs out of memory would change it; call accumulate() or "
-    "zero_grad() before accumulate_batch()"
-)
+            missing = Grads([None] * len(plan.rows))
+            for index, row in enumerate(plan.rows):
+                if row.is_initialized and row.param.requires_grad and row.param.dtype != row.form.dtype:
+                    missing[index] = row.tensor
+            engine.window.arena.places_for(plan, missing)
 
 
 def _tried(

@@ -403,11 +403,14 @@ def fit(weighted: bool, options: dict[str, Any]) -> tuple[list[list[int]], list[
     ddp = DistributedDataParallel(model, **options)
     optimizer = adamw(model, max_grad_norm=0.5)
     af.attach_ddp(ddp, optimizer)
+    model.first.register_forward_hook(lambda layer, inputs, output: output.register_hook(run_out) and None)
+
+    def run_out(grad: Tensor) -> None:  # in backward, when later layers have gradients
+        if dist.get_rank() == 1 and len(grad) > 2:
+            raise torch.OutOfMemoryError
 
     def loss_of(part: tuple[Tensor, Tensor]) -> Tensor:
         calls[-1].append(len(part[0]))
-        if dist.get_rank() == 1 and len(part[0]) > 2:
-            raise torch.OutOfMemoryError
         loss = (ddp(part[0]) - part[1]).square()
         return loss.mean() if weighted else loss.sum()
 
