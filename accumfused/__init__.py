@@ -41,6 +41,7 @@ from accumfused.loop.ddp import attach_ddp
 from accumfused.loop.fusing import fuse
 from accumfused.loop.grad_scaler import GradScaler
 from accumfused.loop.linears import FusedLinears, fuse_linears
+from accumfused.loop.micro_batches import accumulate_batch
 from accumfused.loop.noise_scale import NoiseScale as NoiseScale
 from accumfused.loop.release import release_gradients
 from accumfused.loop.report import MemoryReport, memory_report
@@ -96,6 +97,7 @@ __all__ = [
     "Rule",
     "SGDScheduleFree",
     "Signum",
+    "accumulate_batch",
     "attach_ddp",
     "audit",
     "check_model",

@@ -103,6 +103,11 @@ def accumulators(optimizer: af.FusedOptimizer) -> list[Any]:
     return optimizer._engine.window.sums
 
 
+def places(optimizer: af.FusedOptimizer) -> list[Any]:
+    """The memory that its window has for sums which are no adopted gradients, None where it has none."""
+    return list(optimizer._engine.window.arena.places)
+
+
 def open_window(optimizer: Any) -> dict[str, Any]:
     """What the open window holds, by name: the sums, and what it knows of the weights; of none or new rows nothing."""
     engine = getattr(optimizer, "_engine", None)

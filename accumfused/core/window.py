@@ -492,11 +492,8 @@ def _refuse_moved(row: Row, accumulator: Tensor | None) -> None:
     if accumulator is None:
         return
     param, place = row.owned, (accumulator.device, accumulator.shape)
-    is_one = accumulator.dtype is row.form.dtype or (accumulator.dtype, row.form.dtype) == (
-        torch.bfloat16,
-        torch.float32,
-    )
-    if place != (param.device, param.shape) or not is_one:
+    dtypes = (row.form.dtype, torch.bfloat16 if row.form.dtype is torch.float32 else row.form.dtype)
+    if place != (param.device, param.shape) or accumulator.dtype not in dtypes:
         raise RuntimeError(
             f"a parameter became {param.dtype} of shape {list(param.shape)} on {param.device} while a window "
             f"is open; its accumulator has shape {list(accumulator.shape)} and is on {accumulator.device}. "

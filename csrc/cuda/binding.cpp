@@ -27,8 +27,8 @@ void bind_cuda(py::module_& m) {
       .def_static("bytes", [](const Table& table) { return DeviceTable::bytes(table.rows()); })
       .def("accumulate",
            [](DeviceTable& self, const Table& table, cuda::Stream stream, const GivenNumber& factor, uintptr_t before,
-              bool overwrites, uintptr_t partials) {
-             const Fold fold = make_fold(factor, before, overwrites, partials);
+              bool overwrites, bool copies, uintptr_t partials, uintptr_t words, uint64_t salt) {
+             const Fold fold = make_fold(factor, before, overwrites, copies, partials, words, salt);
              const py::gil_scoped_release released;
              self.accumulate(table.rows(), stream, fold);
            })

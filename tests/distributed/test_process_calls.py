@@ -14,7 +14,7 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-from compare import assert_same_bits, differences, params_of, snapshot
+from compare import assert_close, assert_same_bits, differences, params_of, snapshot
 from spread import Net, adamw, everything_whole, loss_of, sharded
 from table import random_grads, random_params, set_grads
 from torch import Tensor, nn
@@ -437,3 +437,55 @@ def grow() -> list[int]:
 
 def test_windows_of_all_processes_grow_alike_and_share_the_batch() -> None:
     assert 18 <= processes.agreed(2, grow)[-1] <= 22
+
+
+# ---- batches that do not fit everywhere ----------------------------------------------------------------------------
+
+
+def fit(weighted: bool, options: dict[str, Any]) -> tuple[list[list[int]], list[Tensor]]:
+    """In a worker: the parts of two batches, of which rank 1 can take two samples at a time; and the parameters."""
+    model, calls = Net(), list[list[int]]()
+    ddp = DistributedDataParallel(model, **options)
+    optimizer = adamw(model, max_grad_norm=0.5)
+    af.attach_ddp(ddp, optimizer)
+    model.first.register_forward_hook(lambda layer, inputs, output: output.register_hook(run_out) and None)
+
+    def run_out(grad: Tensor) -> None:  # in backward, when later layers have gradients
+        if dist.get_rank() == 1 and len(grad) > 2:
+            raise torch.OutOfMemoryError
+
+    def loss_of(part: tuple[Tensor, Tensor]) -> Tensor:
+        calls[-1].append(len(part[0]))
+        loss = (ddp(part[0]) - part[1]).square()
+        return loss.mean() if weighted else loss.sum()
+
+    for step in range(2):
+        calls.append([])
+        batch = rows_of(dist.get_rank(), step)
+        af.accumulate_batch(optimizer, batch, loss_of, weight="samples" if weighted else None)
+        optimizer.step(normalizer=None if weighted else 27 / 2)
+    return calls, [param.detach() for param in model.parameters()]
+
+
+def rows_of(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """4 samples in one process, 5 in the other."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(4 + rank, 7, generator=generator), torch.randn(4 + rank, 3, generator=generator)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_processes_cut_a_batch_into_parts_of_their_own_and_step_alike(weighted: bool, options: dict[str, Any]) -> None:
+    (first, params), (second, others) = processes.run(2, fit, weighted, options)
+    assert first == [[4], [4]]
+    assert second == [[5, 3, 2, 1, 2], [2, 1, 2]]
+    alone = Net()
+    optimizer = adamw(alone, max_grad_norm=0.5)
+    for step in range(2):
+        x, y = (torch.cat(column) for column in zip(rows_of(0, step), rows_of(1, step), strict=True))
+        (alone(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for param, other, whole in zip(params, others, alone.parameters(), strict=True):
+        assert_same_bits(param, other)
+        assert_close(param, whole, "model")

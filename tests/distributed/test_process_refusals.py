@@ -175,6 +175,17 @@ def parts(**settings: Any) -> Any:
     return optimizer
 
 
+def batch_of(optimizer: Any, model: Callable[[Any], Any] = torch.sum) -> Refused:
+    optimizer.zero_grad()
+    return optimizer, lambda: af.accumulate_batch(optimizer, torch.ones(2, 7), model, weight="samples")
+
+
+def static_batch() -> Refused:
+    wrapped = DistributedDataParallel(layers(), static_graph=True)
+    af.attach_ddp(wrapped, optimizer := stepped(wrapped.parameters()))
+    return batch_of(optimizer, wrapped)
+
+
 def unusable(mesh: Any, *placements: Any) -> Refused:
     """The step of a DTensor on such a mesh, or placed so."""
     param, grad = (DTensor.from_local(torch.ones(2, 3), mesh, placements, run_check=False) for _ in range(2))
@@ -276,6 +287,11 @@ REFUSED: dict[str, tuple[Callable[[], Refused], type[Exception], str]] = {
     "noise, a weight of parts": (lambda: measured(3.0), RuntimeError, "leave the weights out"),
     "noise, sums of parts": (lambda: measured(syncs=False), RuntimeError, "delivers them in a sum"),
     "noise of one process": (measured_by_one, ValueError, "noise_scale is False in process 1"),
+    "a batch, no group": (lambda: batch_of(stepped()), RuntimeError, "wait for ever .*; call accumfused.attach_ddp"),
+    "a batch, no DDP": (lambda: batch_of(grouped()), RuntimeError, "wait for ever .*; call accumfused.attach_ddp"),
+    "a batch, reduced": (lambda: batch_of(stepped(grads_are_reduced=True)), RuntimeError, "wait for ever"),
+    "a batch, static graph": (static_batch, RuntimeError, "leave static_graph out"),
+    "a batch of parts": (lambda: batch_of(parts()), RuntimeError, "wait for ever"),
     "a pending sum": (lambda: unusable(mesh_over(2, 1), Replicate(), Partial()), RuntimeError, "a sum that is pending"),
 }  # fmt: skip
 

@@ -41,6 +41,7 @@ FOUND: dict[str, dict[str, tuple[float, float]]] = {
     "mixed_precision": {"unscale first": RIGHT, "clip first": ALL},  # 1 / 65536 of each update is left
     "fixed_effective_batch": dict.fromkeys(("8 x 4", "4 x 8", "2 x 16", "1 x 32"), RIGHT)
     | dict.fromkeys(("4 x 4", "4 x 16", "4 x 32"), (0.3, math.inf)),
+    "out_of_memory": {"accumulate_batch()": RIGHT, "a smaller batch": (0.5, math.inf)},
     "dynamic_accumulation": {"windows": RIGHT, "modulo": WRONG},
     "remainder": {"windows": RIGHT, "it dropped": WRONG, "it divided by 4": WRONG},
     "token_weights": {"tokens": RIGHT, "means": WRONG},
