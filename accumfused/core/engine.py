@@ -324,7 +324,7 @@ class Engine:
             )
         self.drop()  # a closed window, whose gradients model.zero_grad() has released
         self.plans.release()
-        self.window = Window(habits=self.window.habits, grad_dtypes=self.window.grad_dtypes)
+        self.window = replace(Window(), habits=self.window.habits, grad_dtypes=self.window.grad_dtypes, noise=self.window.noise)
         return_freed()
 
     # ---- the coefficient -------------------------------------------------------------------------------------------

@@ -6,10 +6,11 @@
 namespace accumfused::AF_TARGET {
 
 // Sums a thread block's lanes by halving, 1024 -> 512 -> ... -> 1, and writes the result.
-__device__ inline void store_sum(const float (&lanes)[kWidth], float* to) {
+// place: the first of this thread's lanes is 4 times that.
+__device__ inline void store_sum(const float (&lanes)[kWidth], float* to, int place = int(threadIdx.x)) {
   __shared__ float4 all[Policy::kThreads];
   __syncthreads();  // of the chunk before, the first warp may still be reading
-  all[threadIdx.x] = {lanes[0], lanes[1], lanes[2], lanes[3]};
+  all[place] = {lanes[0], lanes[1], lanes[2], lanes[3]};
   __syncthreads();
   if (threadIdx.x >= kWarp) return;
   const auto add = [](float4 a, float4 b) { return float4{a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; };

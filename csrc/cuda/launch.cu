@@ -234,7 +234,9 @@ void DeviceTable::with_words(Part& part, const Words& words, Stream stream, cons
 template <class Launch>
 void DeviceTable::with_grads(const Rows& table, Stream stream, const Launch& launch) {
   Words words;
-  for (int64_t i = 0; i < table.count; ++i) words.push_back(gpu::word_of(table.operands[i]));
+  for (int64_t i = 0; i < table.count; ++i) {
+    words.push_back(gpu::word_of(table.operands[i].grad, table.operands[i].grad_dtype));
+  }
   with_words(std::equal(words.begin(), words.end(), folds_.sent.begin()) ? folds_ : grads_, words, stream, launch);
 }
 
@@ -242,11 +244,19 @@ void DeviceTable::accumulate(const Rows& table, Stream stream, const Fold& fold)
   const Device device(device_);
   counted_.reset();
   Words words;
-  for (int64_t i = 0; i < table.count; ++i) words.push_back(reinterpret_cast<Word>(table.operands[i].sum));
-  for (int64_t i = 0; i < table.count; ++i) words.push_back(gpu::word_of(table.operands[i]));
+  bool rounds = false;
+  for (int64_t i = 0; i < table.count; ++i) {
+    const Operands& in = table.operands[i];
+    words.push_back(gpu::word_of(in.sum, in.sum_dtype));
+    rounds |= in.sum != nullptr && in.sum_dtype != Dtype::kFloat32;
+  }
+  for (int64_t i = 0; i < table.count; ++i) {
+    words.push_back(gpu::word_of(table.operands[i].grad, table.operands[i].grad_dtype));
+  }
   with_words(folds_, words, stream, [&](auto& packet, Word* at) {
-    const gpu::Work work = this->work(fold.copies(), table.chunks, at);
-    const auto kernel = gpu::accumulate_kernel<kBytes<decltype(packet)>>;
+    const gpu::Work work = this->work(fold.copies, table.chunks, at);
+    constexpr int kSize = kBytes<decltype(packet)>;
+    const auto kernel = rounds ? gpu::accumulate_kernel<kSize, true> : gpu::accumulate_kernel<kSize, false>;
     launch("accumulate", kernel, blocks_of(work), stream.first, work, packet, fold);
   });
 }
@@ -313,7 +323,8 @@ std::string why_not(int device) {
     };
     load("segment norms", gpu::segment_norms_kernel);
     const auto load_all = [&](auto packet) {
-      load("accumulate", gpu::accumulate_kernel<kBytes<decltype(packet)>>);
+      load("accumulate", gpu::accumulate_kernel<kBytes<decltype(packet)>, false>);
+      load("accumulate", gpu::accumulate_kernel<kBytes<decltype(packet)>, true>);
       load("norm", gpu::norm_kernel<kBytes<decltype(packet)>>);
       load("table", gpu::write_kernel<kBytes<decltype(packet)>>);
     };

@@ -3,7 +3,7 @@
 #pragma once
 #include <type_traits>
 
-#include "../numeric.h"
+#include "../codecs.h"
 #include "policy.h"
 
 namespace accumfused::AF_TARGET {
@@ -73,6 +73,20 @@ __device__ void store_four(T* to, int i, int n, const Four<T>& four) {
   *reinterpret_cast<decltype(bits)*>(to + i) = bits;
 }
 
+// Noise of neighbouring elements, from a pair's position on: of both its elements, or of the second only.
+__device__ inline void draw(uint64_t position, bool odd, uint32_t (&bits)[kWidth]) {
+#pragma unroll
+  for (int k = 0; k < kWidth; k += 2) {
+    const uint64_t pair = Noise::at(position + k / 2 * Noise::kStride);
+    bits[k] = uint32_t(pair), bits[k + 1] = uint32_t(pair >> 32);
+  }
+  if (odd) {
+#pragma unroll
+    for (int k = 0; k + 1 < kWidth; ++k) bits[k] = bits[k + 1];
+    bits[kWidth - 1] = uint32_t(Noise::at(position + kWidth / 2 * Noise::kStride));
+  }
+}
+
 // The same of kRows successive rows, as fp32 numbers. Of more than one only whole ones are stored.
 template <bool kWhole, int kRows>
 struct Access {
@@ -88,12 +102,17 @@ struct Access {
     }
   }
 
-  __device__ static void store(float* to, int i, int n, const float (&from)[kRows][kWidth]) {
+  // Numbers of bf16 are stored as such, without a rounding.
+  template <class T>
+  __device__ static void store(T* to, int i, int n, const float (&from)[kRows][kWidth]) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      Four<float> four;
+      Four<T> four;
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) four.each[k] = from[r][k];
+      for (int k = 0; k < kWidth; ++k) {
+        if constexpr (sizeof(T) == sizeof(float)) four.each[k] = from[r][k];
+        else four.each[k] = {uint16_t(bits_of(from[r][k]) >> 16)};
+      }
       store_four<kWhole>(to + r * kLanes, i, n, four);
     }
   }
@@ -102,11 +121,10 @@ struct Access {
 // Calls body(access, i) for every whole row of a chunk of n elements, kRows at a time while they last, so that several
 // accesses are in flight; only if all streams lie on boundaries. How many elements that were.
 template <int kRows, class Body>
-__device__ int for_each_whole_row(int n, bool aligned, const Body& body) {
+__device__ int for_each_whole_row(int n, bool aligned, const Body& body, int i = int(threadIdx.x) * kWidth) {
   constexpr int kRow = int(kLanes);
   if (!aligned) return 0;
   const int batched = n / (kRows * kRow) * (kRows * kRow), whole = n / kRow * kRow;
-  int i = int(threadIdx.x) * kWidth;
 #pragma unroll 1
   for (; i < batched; i += kRows * kRow) body(Access<true, kRows>(), i);
   if constexpr (kRows > 1) {
@@ -118,8 +136,8 @@ __device__ int for_each_whole_row(int n, bool aligned, const Body& body) {
 
 // The same for every row.
 template <int kRows, class Body>
-__device__ void for_each_row(int n, bool aligned, const Body& body) {
-  int i = for_each_whole_row<kRows>(n, aligned, body) + int(threadIdx.x) * kWidth;
+__device__ void for_each_row(int n, bool aligned, const Body& body, int first = int(threadIdx.x) * kWidth) {
+  int i = for_each_whole_row<kRows>(n, aligned, body, first) + first;
 #pragma unroll 1
   for (; i < n; i += int(kLanes)) body(Access<false, 1>(), i);
 }

@@ -21,20 +21,6 @@ __device__ void apply(const Rule& rule, float& p, float g, const State& state) {
   apply(rule, p, g, state, std::make_index_sequence<Rule::kStates>());
 }
 
-// Noise of neighbouring elements, from a pair's position on: of both its elements, or of the second only.
-__device__ inline void draw(uint64_t position, bool odd, uint32_t (&bits)[kWidth]) {
-#pragma unroll
-  for (int k = 0; k < kWidth; k += 2) {
-    const uint64_t pair = Noise::at(position + k / 2 * Noise::kStride);
-    bits[k] = uint32_t(pair), bits[k + 1] = uint32_t(pair >> 32);
-  }
-  if (odd) {
-#pragma unroll
-    for (int k = 0; k + 1 < kWidth; ++k) bits[k] = bits[k + 1];
-    bits[kWidth - 1] = uint32_t(Noise::at(position + kWidth / 2 * Noise::kStride));
-  }
-}
-
 // A chunk from its element `first` on; a quantisation block begins there.
 template <class Rule>
 __device__ void step_formatted(const Rule& rule, const Piece& at, int count, int first) {

@@ -8,13 +8,15 @@
 namespace accumfused::AF_TARGET {
 
 // A call's operands as the device has them, a word for each row: the gradient's address (0: none), and above the bits
-// that addresses have its dtype. A fold has as many words in front: the sums' addresses.
+// that addresses have its dtype. A fold has as many words in front: the sums' addresses and dtypes.
 using Word = uint64_t;
 constexpr int kAddressBits = 62;
 
-inline Word word_of(const Operands& in) {
-  return in.grad ? reinterpret_cast<Word>(in.grad) | Word(in.grad_dtype) << kAddressBits : 0;
+inline Word word_of(const void* address, Dtype dtype) {
+  return address ? reinterpret_cast<Word>(address) | Word(dtype) << kAddressBits : 0;
 }
+AF_METHOD uintptr_t address_in(Word word) { return word << (64 - kAddressBits) >> (64 - kAddressBits); }
+AF_METHOD Dtype dtype_in(Word word) { return Dtype(word >> kAddressBits); }
 
 // One chunk or unit, the same for all threads of a thread block.
 struct Piece {
@@ -53,8 +55,7 @@ __device__ Piece piece_of(const Work& work, int piece, const Words& words) {
   const Row& row = work.rows[low];
   const int64_t offset = int64_t(piece - row.*first) * work.size, rest = row.numel - offset;
   const Word grad = words(low);
-  const Operands in = {reinterpret_cast<const void*>(grad << (64 - kAddressBits) >> (64 - kAddressBits)), nullptr,
-                       Dtype(grad >> kAddressBits)};
+  const Operands in = {reinterpret_cast<const void*>(address_in(grad)), nullptr, dtype_in(grad)};
   return {row, in, low, offset, int(rest < work.size ? rest : work.size)};
 }
 __device__ inline Piece piece_of(const Work& work, int piece) {
