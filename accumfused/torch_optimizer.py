@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any, ClassVar
@@ -113,6 +114,9 @@ class TorchOptimizer(torch.optim.Optimizer):
         }
         if formats:
             lines["formats"] = "; ".join(sorted(formats))
+        if plan is not None and plan.rounds_sums:
+            counts = Counter(row.sum_dtype for row in plan.rows)
+            lines["sums"] = ", ".join(f"{str(dtype)[6:]} of {count} parameters" for dtype, count in counts.items())
         if window.phase is not Phase.IDLE:
             lines["window"] = f"{window.phase.value}, micro-batches: {window.weights.count}"
         ours = next(base for base in type(self).__mro__ if base.__module__.startswith("accumfused."))
@@ -188,10 +192,10 @@ class TorchOptimizer(torch.optim.Optimizer):
             for param, entries in formatted.items():
                 self.state[param].update(entries)
             engine.plans.forget()
-            history.resume(engine, histories)
             engine.end_window()  # a closed one: its gradients are not those of the checkpoint either
             if window is not None:
                 engine.window = window
+            history.resume(engine, histories)
             is_complete = True
 
         with _own_hooks(self, check, complete):

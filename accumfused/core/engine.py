@@ -324,7 +324,8 @@ class Engine:
             )
         self.drop()  # a closed window, whose gradients model.zero_grad() has released
         self.plans.release()
-        self.window = replace(Window(), habits=self.window.habits, grad_dtypes=self.window.grad_dtypes, noise=self.window.noise)
+        kept = self.window
+        self.window = Window(habits=kept.habits, grad_dtypes=kept.grad_dtypes, noise=kept.noise)
         return_freed()
 
     # ---- the coefficient -------------------------------------------------------------------------------------------

@@ -19,13 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accumfused.core import graphs
 from accumfused.core.arena import padded, travels
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Agreement, Exchange, Segments
+from accumfused.core.rounding import begin
 from accumfused.core.rows import Row
-from accumfused.distributed.groups import has_processes, refuse_sharded
+from accumfused.distributed.groups import default_seed, has_processes, refuse_sharded
 from accumfused.distributed.likeness import NUMBERS, Likeness
 from accumfused.distributed.wrapping import Wrappers
+from accumfused.formats import codecs
 from accumfused.formats.numeric import chunk_count, ieee, sum_partials, sum_segments
 from accumfused.settings import Settings
 
@@ -197,10 +200,10 @@ class Layout:
         bundles: dict[tuple[torch.device, torch.dtype], int] = {}
         rows: list[tuple[torch.dtype, int] | None] = []
         for row in plan.rows:
-            numel, key = row.tensor.numel(), (row.tensor.device, row.form.dtype)
+            numel, key = row.tensor.numel(), (row.tensor.device, row.sum_dtype)
             if travels(row):
                 bundles[key] = bundles.get(key, 0) + padded(numel)
-            rows.append((row.form.dtype, numel) if row.param.requires_grad and not row.is_bundled else None)
+            rows.append((row.sum_dtype, numel) if row.param.requires_grad and not row.is_bundled else None)
         return cls(settings.reduce_dtype, [(dtype, numel) for (_, dtype), numel in bundles.items()], rows)
 
     def stand_ins(self, used: Sequence[bool], device: torch.device) -> list[Tensor]:
@@ -231,11 +234,13 @@ class Summed(Processes):
         self.bundled_bytes = BUNDLED_BYTES
         self.group: Any = settings.process_group
         self.size: int = dist.get_world_size(self.group)
+        self.rank = dist.get_rank(self.group)
         self._settings = settings
         # What all processes have agreed on, whatever becomes of this one's parameters: so their messages meet.
         self._likeness = Likeness([self.group], self.size)
         self._layout = Layout()
         self._wrappers = Wrappers(params)
+        self._roundings: Tensor | None = None  # int64, shape []: a word as those of `SumNoise`
 
     @property
     def _length(self) -> int:
@@ -319,13 +324,16 @@ class Summed(Processes):
     def add_up(self, flats: Iterable[Tensor]) -> None:
         """Replaces these flat tensors by their sums over all processes, piece by piece in memory order.
 
-        Only fp32 ones travel in another dtype.
+        fp32 ones may travel in another dtype. bf16 ones travel in fp32, unless `reduce_dtype` is bf16, and their sums
+        are rounded with the same noise in all processes.
         """
         transfers, wire_dtype = deque[tuple[Any, Tensor, Tensor]](), self._layout.wire_dtype
 
         def finish_first() -> None:
             work, piece, wire = transfers.popleft()
             work.wait()
+            if piece.dtype is torch.bfloat16 and wire is not piece:
+                wire = self._rounded(wire)
             if wire is not piece:
                 piece.copy_(wire)
 
@@ -335,11 +343,22 @@ class Summed(Processes):
                 if len(transfers) == _UNDER_WAY:
                     finish_first()
                 piece = flat[start : start + length]
-                casts = wire_dtype is not None and piece.dtype == torch.float32
-                wire = piece.to(wire_dtype) if casts else piece
+                wire = piece
+                if piece.dtype in (torch.float32, torch.bfloat16):
+                    wire = piece.to(wire_dtype or torch.float32)
                 transfers.append((dist.all_reduce(wire, group=self.group, async_op=True), piece, wire))
         while transfers:
             finish_first()
+
+    def _rounded(self, values: Tensor) -> Tensor:
+        """Rounds fp32 sums to bf16, stochastically; the count of these calls, on the device, is the noise's."""
+        if self._roundings is None or self._roundings.device != values.device:
+            graphs.refuse_new_tensors({values.device})
+            seed = self._settings.rounding_seed
+            self._roundings = begin(default_seed() if seed is None else seed, 1).to(values.device)[0]
+        noise = codecs.noise(codecs.mix(self._roundings), len(values))
+        self._roundings.add_(1)
+        return codecs.to_bfloat16_stochastic(values, noise)
 
 
 def _all_reduce(groups_of: list[tuple[Any, ...]], squares: Tensor) -> None:

@@ -26,7 +26,7 @@ NUMBERS = 16  # each byte of a digest, and its square: as fp64 their sums are ex
 
 _SHARED = (
     "max_grad_norm", "clip", "skip_above", "nonfinite", "master_weights", "state_dtype", "state_dtype_min_numel",
-    "reduce_dtype", "noise_scale",
+    "reduce_dtype", "noise_scale", "sum_dtype",
 )  # fmt: skip
 
 _REMEDY = (
@@ -72,7 +72,7 @@ class Likeness:
         rows = [
             (
                 tuple(row.param.shape), tuple(row.param.stride()), str(row.param.dtype), mark, row.rule.__name__,
-                row.form.needs_noise and int(row.entries.get(SEED, seed)),
+                row.form.needs_noise and int(row.entries.get(SEED, seed)), plan.rounds_sums and plan.seed,
             )
             for row, mark in zip(plan.rows, marks, strict=True)
         ]  # fmt: skip

@@ -179,7 +179,7 @@ def growth_of(optimizer: FusedOptimizer) -> str | None:
     return (
         f"16-bit parameters with their masters and states will take {ours / elements:.2f} bytes each ({_size(ours)}), "
         f"where torch's optimizer takes {stock / elements:.2f} ({_size(stock)}); an open window adds "
-        f"4. {arguments} takes {bytes_with(least) / elements:.2f}"
+        f"{2 if settings.sum_dtype is torch.bfloat16 else 4}. {arguments} takes {bytes_with(least) / elements:.2f}"
         + ("" if masters == "auto" else f". Pass master_weights={masters!r} to keep this and silence the line")
     )
 

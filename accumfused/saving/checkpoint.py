@@ -1,9 +1,10 @@
 """Checkpoints: the states, checked before they are loaded, and an open window.
 
 The state of each parameter holds its window, because torch.distributed.checkpoint keeps nothing else.
-`state[p]["grad_accumulator"]`, fp32 or fp64, is the sum so far. `state[p]["grad_accumulator_weights"]`, fp64 [4], holds
-the window's numbers, the same for each: its unit, the sum of its weights, that of its factors, and the number of its
-micro-batches (negative: a plain sum). A window without sums has its numbers alone, in the state of the first parameter.
+`state[p]["grad_accumulator"]`, fp32, fp64 or bf16, is the sum so far, and goes on in its dtype.
+`state[p]["grad_accumulator_weights"]`, fp64 [4], holds the window's numbers, the same for each: its unit, the sum of
+its weights, that of its factors, and the number of its micro-batches (negative: a plain sum). A window without sums has
+its numbers alone, in the state of the first parameter.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ def without_window(optimizer: Owner, state_dict: Mapping[str, Any]) -> tuple[dic
             if saved is not None:
                 tensor = owned(params[key], shard)
                 dtype = torch.promote_types(tensor.dtype, torch.float32)
+                if saved.dtype is torch.bfloat16 and tensor.dtype in (torch.float32, torch.bfloat16):
+                    dtype = saved.dtype
                 accumulator = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
                 accumulator.copy_(saved if shard is None else shard.part(ACCUMULATOR, saved))
             by_id[id(params[key])], numbers = accumulator, entries[WEIGHTS].tolist()

@@ -1,8 +1,9 @@
-"""Histories in checkpoints: of the norms that clipping has seen, and the means of the noise scale.
+"""Histories in checkpoints: of the norms that clipping has seen, the means of the noise scale, and sums' noise.
 
 One parameter's state holds them, because torch.distributed.checkpoint keeps nothing else: `state[p]["clip_history"]`,
-fp64 [2, 3], and `state[p]["noise_scale"]`, fp64 [4]. It is the first parameter that has a state, or never has one.
-torch's optimizers ignore the keys. The limits of parameter groups are in the groups, as every option of a group is.
+fp64 [2, 3], `state[p]["noise_scale"]`, fp64 [4], and `state[p]["sum_noise"]`, int64 [parameters]. It is the first
+parameter that has a state, or never has one. torch's optimizers ignore the keys. The limits of parameter groups are in
+the groups, as every option of a group is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from accumfused.clip import LIMIT
 from accumfused.core.engine import Engine
 from accumfused.warn import warn
 
-_SHAPES = {"clip_history": (2, 3), "noise_scale": (4,)}
+_WORDS = "sum_noise"
+_SHAPES = {"clip_history": (2, 3), "noise_scale": (4,), _WORDS: None}  # None: a number for each parameter
 
 Histories = dict[str, Tensor]  # by their keys
 
@@ -25,8 +27,8 @@ Histories = dict[str, Tensor]  # by their keys
 def of(engine: Engine) -> Histories:
     """Returns the histories that an optimizer keeps, and has begun."""
     means = None if engine.noise is None else engine.noise.means
-    both = {"clip_history": engine.clipping.history, "noise_scale": means}
-    return {name: history for name, history in both.items() if history is not None}
+    every = {"clip_history": engine.clipping.history, "noise_scale": means, _WORDS: engine.window.noise.of_rows()}
+    return {name: history for name, history in every.items() if history is not None}
 
 
 def resume(engine: Engine, histories: Histories) -> None:
@@ -38,6 +40,7 @@ def resume(engine: Engine, histories: Histories) -> None:
     engine.clipping.resume(whole.get("clip_history"))
     if engine.noise is not None:
         engine.noise.means = whole.get("noise_scale")
+    engine.window.noise.resume(whole.get(_WORDS))
 
 
 def with_histories(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -65,6 +68,10 @@ def without_histories(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Histo
             continue
         for name in _SHAPES.keys() & entries.keys():
             value, shape = entries[name], _SHAPES[name]
+            if shape is None:
+                if value.dtype is torch.int64 and value.dim() == 1:  # else another optimizer has cast it
+                    histories[name] = value.clone()
+                continue
             if value.shape != shape:
                 raise ValueError(f"the checkpoint's {name!r} of parameter {key} has not the shape {list(shape)}")
             histories[name] = history = value.to(torch.float64, copy=True)

@@ -64,6 +64,7 @@ EMULATED: dict[str, Pair] = {
     "windows": ({}, {}, ()),
     "eager windows between replays": ({}, {}, (2, 5)),  # `grad_norm` is theirs until the next capture
     **{f"{w}, {s}": (*[of_format(w, s)] * 2, ()) for w in HALVES for s in STATES},
+    "sums in bf16": (*[{**of_format("split16", "fp32"), "sum_dtype": torch.bfloat16}] * 2, (2, 5)),
 }
 # Those in which torch computes, too.
 PAIRS: dict[str, Pair] = EMULATED | {
