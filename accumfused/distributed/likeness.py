@@ -72,15 +72,16 @@ class Likeness:
         rows = [
             (
                 tuple(row.param.shape), tuple(row.param.stride()), str(row.param.dtype), mark, row.rule.__name__,
-                row.form.needs_noise and int(row.entries.get(SEED, seed)), plan.rounds_sums and plan.seed,
+                row.form.needs_noise and int(row.entries.get(SEED, seed)),
             )
             for row, mark in zip(plan.rows, marks, strict=True)
         ]  # fmt: skip
         self._description = [
             ("the number of parameters", str(len(rows))),
-            *((f"parameter {index}", str(row)) for index, row in enumerate(rows)),
             *((name, str(value)) for name, value in shared),
             ("max_grad_norm of the groups", str(limits)),
+            ("the seed of sums in bf16", str(plan.rounds_sums and plan.seed)),
+            *((f"parameter {index}", str(row)) for index, row in enumerate(rows)),
         ]
         self.has_changed = self.is_agreed and self._description != self._agreed
         digest = hashlib.blake2b(repr(self._description).encode(), digest_size=NUMBERS // 2).digest()
