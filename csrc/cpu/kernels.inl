@@ -146,7 +146,7 @@ float fold_chunk(float* sum, const G* grad, float factor, int64_t n) {
 // The same for a sum in bf16, whose results are rounded by noise, or to nearest without any.
 template <bool kKeep, bool kAdd, class G>
 float fold_chunk(Bfloat16* sum, const G* grad, float factor, int64_t n, Draw* noise) {
-  alignas(64) float lanes[kLanes], values[kLanes];
+  alignas(64) float lanes[kLanes];
   alignas(64) uint32_t tile[kLanes + 64];
   const int64_t width = tree_width(n);
   for (int64_t l = 0; l < width; ++l) lanes[l] = 0.0f;
@@ -154,23 +154,21 @@ float fold_chunk(Bfloat16* sum, const G* grad, float factor, int64_t n, Draw* no
     const int64_t length = smaller(kLanes, n - i);
     Bfloat16* const out = sum + i;
     const G* const in = kAdd ? grad + i : nullptr;
-    for (int64_t l = 0; l < length; ++l) {
-      float value = kKeep ? to_float(out[l]) : 0.0f;
-      if constexpr (kAdd) value = kKeep ? value + to_float(in[l]) * factor : to_float(in[l]) * factor;
-      values[l] = value;
-    }
-    const auto store = [&](const auto& rounded) {
+    const auto fold = [&](const auto& rounded) {
 #pragma GCC ivdep
       for (int64_t l = 0; l < length; ++l) {
-        out[l] = rounded(l);
-        lanes[l] += to_float(out[l]) * to_float(out[l]);
+        float value = kKeep ? to_float(out[l]) : 0.0f;
+        if constexpr (kAdd) value = kKeep ? value + to_float(in[l]) * factor : to_float(in[l]) * factor;
+        out[l] = rounded(value, l);
+        value = to_float(out[l]);
+        lanes[l] += value * value;
       }
     };
     if (noise == nullptr) {
-      store([&](int64_t l) { return to_bfloat16(values[l]); });
+      fold([](float value, int64_t) { return to_bfloat16(value); });
     } else {
       const uint32_t* const bits = noise->next(length, tile);
-      store([&](int64_t l) { return to_bfloat16(values[l], bits[l]); });
+      fold([&](float value, int64_t l) { return to_bfloat16(value, bits[l]); });
     }
   }
   return tree_sum(lanes, width);
