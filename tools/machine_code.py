@@ -39,7 +39,12 @@ NAMES = {
     "segment_norms_kernel": "segment norms",
     **{
         f"{kernel}_kernelILi{size}": name + more
-        for kernel, name in (("accumulate", "accumulate"), ("norm", "norm"), ("write", "table"))
+        for kernel, name in (("norm", "norm"), ("write", "table"))
+        for size, more in ((3584, ""), (32000, " with a large packet"))
+    },
+    **{
+        f"accumulate_kernelILi{size}ELb{rounds}": name + more
+        for rounds, name in ((0, "accumulate"), (1, "accumulate, sums in bf16"))
         for size, more in ((3584, ""), (32000, " with a large packet"))
     },
     **{

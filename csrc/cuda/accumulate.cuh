@@ -48,51 +48,62 @@ __device__ void fold_chunk(S* sum, const G* grad, int n, bool aligned, float fac
     }
     access.store(sum, i, n, value);
   };
-  for_each_row<Policy::kFoldRows>(n, aligned && is_aligned(sum, sizeof(S)), fold, first);
+  constexpr int kRows = std::is_same_v<S, float> ? Policy::kFoldRows : 1;
+  for_each_row<kRows>(n, aligned && is_aligned(sum, sizeof(S)), fold, first);
 }
 
 // Whole pairs of rows of sums and gradients in bf16, in accesses of 16 bytes: half a warp has 8 neighbours each of the
 // first row, the other half of the second one. Of both, a thread adds the squares of four lanes, from place() on, which
 // the halves exchange. How many elements that were.
-template <bool kKeep>
+template <bool kKeep, bool kNoisy>
 __device__ int fold_pairs(Bfloat16* sum, const Bfloat16* grad, int n, float factor, const Rounding& round,
                           float (&lanes)[kWidth]) {
   constexpr int kHalf = kWarp / 2, kPair = 2 * int(kLanes), kQuad = kEight / 2;
   if (round.is_odd || !is_aligned(sum, 4) || !is_aligned(grad, 4)) return 0;
   const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
   const bool is_second = lane >= kHalf;
-  int i = (is_second ? int(kLanes) : 0) + warp * kWarp * kWidth + lane % kHalf * kEight;
-  const int end = n / kPair * kPair;
-#pragma unroll 2
-  for (; i < end; i += kPair) {
-    uint32_t old[kQuad] = {}, g[kQuad], out[kQuad];
-    if constexpr (kKeep) load_words(sum + i, old);
-    load_words(grad + i, g);
+  const auto fold = [&](auto count, int i) {
+    constexpr int kPairs = decltype(count)::value;
+    uint32_t old[kPairs][kQuad] = {}, g[kPairs][kQuad];
 #pragma unroll
-    for (int w = 0; w < kQuad; ++w) {
-      const uint64_t noise = round.is_noisy ? Noise::at(round.begin + uint32_t(i / 2 + w) * Noise::kStride) : 0;
-      const auto folded = [&](uint32_t s, uint32_t in, uint32_t bits) {
-        const float value = float_from_bits(in) * factor;
-        const float sum = kKeep ? float_from_bits(s) + value : value;
-        return uint32_t((round.is_noisy ? to_bfloat16(sum, bits) : to_bfloat16(sum)).bits);
-      };
-      out[w] = folded(old[w] << 16, g[w] << 16, uint32_t(noise)) |
-               folded(old[w] & 0xffff0000u, g[w] & 0xffff0000u, uint32_t(noise >> 32)) << 16;
+    for (int p = 0; p < kPairs; ++p) {  // all are asked for before one is waited for
+      if constexpr (kKeep) load_words(sum + i + p * kPair, old[p]);
+      load_words(grad + i + p * kPair, g[p]);
     }
-    store_words(sum + i, out);
-    const uint32_t mine[] = {is_second ? out[2] : out[0], is_second ? out[3] : out[1]};
-    const uint32_t given[] = {is_second ? out[0] : out[2], is_second ? out[1] : out[3]};
 #pragma unroll
-    for (int w = 0; w < kQuad / 2; ++w) {
-      const uint32_t taken = __shfl_xor_sync(0xffffffffu, given[w], kHalf);
-      const uint32_t rows[] = {is_second ? taken : mine[w], is_second ? mine[w] : taken};
+    for (int p = 0; p < kPairs; ++p, i += kPair) {
+      uint32_t out[kQuad];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float low = float_from_bits(rows[r] << 16), high = float_from_bits(rows[r] & 0xffff0000u);
-        lanes[2 * w] += low * low, lanes[2 * w + 1] += high * high;
+      for (int w = 0; w < kQuad; ++w) {
+        const uint64_t noise = kNoisy ? Noise::at(round.begin + uint32_t(i / 2 + w) * Noise::kStride) : 0;
+        const auto folded = [&](uint32_t s, uint32_t in, uint32_t bits) {
+          const float value = float_from_bits(in) * factor;
+          const float sum = kKeep ? float_from_bits(s) + value : value;
+          return uint32_t((kNoisy ? to_bfloat16(sum, bits) : to_bfloat16(sum)).bits);
+        };
+        out[w] = folded(old[p][w] << 16, g[p][w] << 16, uint32_t(noise)) |
+                 folded(old[p][w] & 0xffff0000u, g[p][w] & 0xffff0000u, uint32_t(noise >> 32)) << 16;
+      }
+      store_words(sum + i, out);
+      const uint32_t mine[] = {is_second ? out[2] : out[0], is_second ? out[3] : out[1]};
+      const uint32_t given[] = {is_second ? out[0] : out[2], is_second ? out[1] : out[3]};
+#pragma unroll
+      for (int w = 0; w < kQuad / 2; ++w) {
+        const uint32_t taken = __shfl_xor_sync(0xffffffffu, given[w], kHalf);
+        const uint32_t rows[] = {is_second ? taken : mine[w], is_second ? mine[w] : taken};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float low = float_from_bits(rows[r] << 16), high = float_from_bits(rows[r] & 0xffff0000u);
+          lanes[2 * w] += low * low, lanes[2 * w + 1] += high * high;
+        }
       }
     }
-  }
+  };
+  const int end = n / kPair * kPair;
+  int i = (is_second ? int(kLanes) : 0) + warp * kWarp * kWidth + lane % kHalf * kEight;
+#pragma unroll 1
+  for (; i + kPair < end; i += 2 * kPair) fold(std::integral_constant<int, 2>(), i);
+  if (i < end) fold(std::integral_constant<int, 1>(), i);
   return end;
 }
 
@@ -106,7 +117,10 @@ template <bool kKeep, class G>
 __device__ void fold_rounded(Bfloat16* sum, const G* grad, int n, bool aligned, float factor, const Rounding& round,
                              float (&lanes)[kWidth]) {
   int done = 0;
-  if constexpr (std::is_same_v<G, Bfloat16>) done = fold_pairs<kKeep>(sum, grad, n, factor, round, lanes);
+  if constexpr (std::is_same_v<G, Bfloat16>) {
+    done = round.is_noisy ? fold_pairs<kKeep, true>(sum, grad, n, factor, round, lanes)
+                          : fold_pairs<kKeep, false>(sum, grad, n, factor, round, lanes);
+  }
   const Rounding rest = {round.is_noisy, round.is_odd, round.begin + uint32_t(done / 2) * Noise::kStride};
   fold_chunk<kKeep, true>(sum + done, grad + done, n - done, aligned, factor, rest, place() * kWidth, lanes);
 }
@@ -146,7 +160,7 @@ __device__ void fold_piece(S* sum, const Piece& at, const Fold& fold, bool keeps
 
 // kRounds: some sums are in bf16.
 template <int kBytes, bool kRounds>
-__global__ void __launch_bounds__(Policy::kThreads, kRounds ? Policy::kStepBlocks<0> : Policy::kFoldBlocks)
+__global__ void __launch_bounds__(Policy::kThreads, kRounds ? Policy::kRoundingBlocks : Policy::kFoldBlocks)
     accumulate_kernel(const Work work, const __grid_constant__ Packet<kBytes> packet,
                       const __grid_constant__ Fold fold) {
   packet.deliver(work);
@@ -162,15 +176,15 @@ __global__ void __launch_bounds__(Policy::kThreads, kRounds ? Policy::kStepBlock
       fold_piece(global(reinterpret_cast<float*>(sum) + at.offset), at, fold, keeps, factor, Exact(), partial);
       continue;
     }
-    Bfloat16* const to = global(reinterpret_cast<Bfloat16*>(sum) + at.offset);
-    if (fold.copies || fold.words == nullptr || !Fold::rounds(at.in, keeps, factor)) {
-      fold_piece(to, at, fold, keeps, factor, Rounding{}, partial);
-      continue;
+    if constexpr (kRounds) {
+      Bfloat16* const to = global(reinterpret_cast<Bfloat16*>(sum) + at.offset);
+      const bool is_noisy = !fold.copies && fold.words != nullptr && Fold::rounds(at.in, keeps, factor);
+      const uint64_t noise_word = is_noisy ? fold.words[piece] : 0;
+      const Noise noise(fold_key(noise_word, fold.salt), at.row.origin + at.offset);
+      fold_piece(to, at, fold, keeps, factor, Rounding{is_noisy, is_noisy && noise.odd != 0, noise.first}, partial);
+      // Behind the barriers of the sum of squares: all threads have read it.
+      if (is_noisy && threadIdx.x == 0) fold.words[piece] = noise_word + 1;
     }
-    const uint64_t word_now = fold.words[piece];
-    const Noise noise(fold_key(word_now, fold.salt), at.row.origin + at.offset);
-    fold_piece(to, at, fold, keeps, factor, Rounding{true, noise.odd != 0, noise.first}, partial);
-    if (threadIdx.x == 0) fold.words[piece] = word_now + 1;  // behind the barriers of the sum: all have read it
   }
 }
 

@@ -21,6 +21,12 @@ struct Policy {
 #else
   static constexpr int kFoldBlocks = 5;
 #endif
+  // Of folds with sums in bf16: the compiler for 10.0 would keep registers in local memory with 4.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  static constexpr int kRoundingBlocks = 3;
+#else
+  static constexpr int kRoundingBlocks = 4;
+#endif
 
   // Rows of 1024 elements that a thread block asks for before it computes. A step with more states has enough in flight
   // with one row. A norm's chunk is 32 rows, one after another by the order of its sum: in a small model 8 at once wait
