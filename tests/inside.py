@@ -170,6 +170,11 @@ def efficient_zeros() -> Tensor:
     return torch._efficientzerotensor(3, device=torch.get_default_device())
 
 
+def words(optimizer: af.FusedOptimizer) -> Tensor | None:
+    """Of each row, from which the rounding noise of its next sum in bf16 comes; None: no sum was rounded."""
+    return optimizer._engine.window.noise.of_rows()
+
+
 def backend(optimizer: af.FusedOptimizer) -> Any:
     """The backend of the last step."""
     return optimizer._engine.plans.current().backend

@@ -16,10 +16,11 @@ from accumfused import settings as all_settings
 from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scaling
-from accumfused.core.rows import Grads
+from accumfused.core.rows import Grads, Row
 from accumfused.formats import codecs
 from accumfused.formats.convert import load_state, load_weights, store_state, store_weights
 from accumfused.formats.numeric import (
+    CHUNK,
     chunk_count,
     ieee,
     memory_order,
@@ -54,9 +55,9 @@ class ReferenceBackend:
                     continue
                 added = torch.where(factor != 0, grad.float() * factor, 0.0)
                 if not fold.overwrites:
-                    both = torch.where(factor != 0, own + added, own)
+                    both = torch.where(factor != 0, own.float() + added, own.float())
                     added = torch.where(holds, both, grad.float())
-                own.copy_(added)
+                own.copy_(added if own.dtype != torch.bfloat16 else _rounded(row, fold, grad, added))
                 if not fold.copies:
                     _write_partials(partials, row.first_chunk, own)
         commit.end()
@@ -127,6 +128,24 @@ def _update(plan: Plan, index: int, scalars: Mapping[str, Tensor], grad: Tensor,
     for old, new_value in stored:
         if old is not None and new_value is not None:
             old.copy_(torch.where(skipped, old, new_value))
+
+
+def _rounded(row: Row, fold: Fold, grad: Tensor, result: Tensor) -> Tensor:
+    """Rounds the result of a fold to bf16: with noise if the fold has some and the result may be no number of bf16."""
+    is_fresh = fold.before is not None and float(fold.before) == 0 and not fold.overwrites
+    factor = 1.0 if is_fresh else float(torch.tensor(float(fold.factor)))
+    is_copy = grad.dtype == torch.bfloat16 and factor == 1 and (fold.overwrites or is_fresh)
+    if fold.words is None or factor == 0 or is_copy or not result.numel():
+        return result.bfloat16()
+    words = fold.words[row.first_chunk : row.first_chunk + chunk_count(result.numel())]
+    parts = []
+    for number, part in enumerate(memory_order(result).split(CHUNK)):  # each chunk by its own word
+        noise = codecs.noise(codecs.mix(words[number] ^ fold.salt), len(part), row.origin + number * CHUNK)
+        parts.append(codecs.to_bfloat16_stochastic(part, noise))
+    words += 1
+    rounded = torch.empty_like(result, dtype=torch.bfloat16)
+    memory_order(rounded).copy_(torch.cat(parts))
+    return rounded
 
 
 def _write_partials(partials: Tensor, first_chunk: int, values: Tensor) -> None:

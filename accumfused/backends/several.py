@@ -45,11 +45,13 @@ class SeveralDevices:
             fold_here = replace(
                 fold, grads=_only(rows, fold.grads), sums=_only(rows, fold.sums),
                 factor=_number_at(fold.factor, part.device),
-                before=_number_at(fold.before, part.device),
+                before=_number_at(fold.before, part.device), words=_number_at(fold.words, part.device),
             )  # fmt: skip
             sums = moved(partials, part.device)
             self.backends[part.device].accumulate(part, fold_here, sums)
             _bring(sums, partials)
+            if fold.words is not None and fold_here.words is not None:
+                _bring(fold_here.words, fold.words)
         commit.end()
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
@@ -89,7 +91,7 @@ def _only(rows: list[bool], values: Grads) -> Grads:
     return Grads([value if here else None for here, value in zip(rows, values, strict=True)])
 
 
-def _bring(sums: Tensor, partials: Tensor) -> None:
-    """Copies the sums of a device back, those of the others' chunks with them: a backend leaves these alone."""
-    if sums is not partials:
-        partials.copy_(moved(sums, partials.device))
+def _bring(here: Tensor, everywhere: Tensor) -> None:
+    """Copies the chunks' numbers of a device back, those of the others' with them: a backend leaves these alone."""
+    if here is not everywhere:
+        everywhere.copy_(moved(here, everywhere.device))

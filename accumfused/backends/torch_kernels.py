@@ -2,10 +2,10 @@
 
 It runs on every device, and has every rule: one that torch has no kernel for runs by its own arithmetic.
 
-Formats and noise are the reference's; the bits of the arithmetic are torch's. The host never waits for a GPU, and reads
-a CPU's values at no cost. The step cuts tensors into pieces that stay in a core's caches while torch scales, decodes,
-updates and encodes them. So `p.grad` stays as it is: torch's fused kernels write the scaled gradient back, which they
-may do to a window's accumulators only.
+Formats and noise are the reference's; the bits of the arithmetic are torch's, but for sums in bf16, whose bits are the
+reference's. The host never waits for a GPU, and reads a CPU's values at no cost. The step cuts tensors into pieces that
+stay in a core's caches while torch scales, decodes, updates and encodes them. So `p.grad` stays as it is: torch's fused
+kernels write the scaled gradient back, which they may do to a window's accumulators only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scaling
 from accumfused.core.rows import Grads
+from accumfused.formats import codecs
 from accumfused.formats.kinds import Format
-from accumfused.formats.numeric import CHUNK, ieee, sum_partials, sum_segments
+from accumfused.formats.numeric import CHUNK, chunk_count, ieee, memory_order, sum_partials, sum_segments
 
 _CACHED = 32 * CHUNK  # elements of a piece: 4 MiB of fp32, so that its call costs little
 _LARGE = 512 * CHUNK  # where caches do not matter; it bounds the memory of intermediate tensors
@@ -46,14 +47,20 @@ class TorchBackend:
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
         fold.refuse_overwritten()
         factor, before, add = fold.factor, fold.before, _add_on_device
-        if _can_read(plan) or not fold.tensors():  # else the device's numbers are not read
+        if _can_read(plan) or not (isinstance(factor, Tensor) or before is not None):  # else they are not read
             factor, add = float(factor), _add_numbers
             before = None if before is None else float(before)  # type: ignore[assignment]
-        rows = zip(fold.sums, fold.grads, strict=True)
-        kinds = [accumulator is not None and (grad is not None,) for accumulator, grad in rows]
+        exact, rounded = list[Any](), list[Any]()
+        for grad, accumulator in zip(fold.grads, fold.sums, strict=True):
+            rounds = accumulator is not None and accumulator.dtype is torch.bfloat16 and not fold.copies
+            kind = accumulator is not None and (grad is not None,)
+            exact.append(not rounds and kind)
+            rounded.append(rounds and kind)
         commit.begin()
-        for batch in self._batches(plan, WHOLE, kinds):
+        for batch in self._batches(plan, WHOLE, exact):
             add(batch.of(fold.sums), batch.of(fold.grads), factor, before, fold.overwrites)
+        if any(rounded):
+            _add_and_round(plan, fold, self._batches(plan, _cached(plan), rounded))
         commit.end()
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
@@ -151,3 +158,32 @@ def _add_on_device(sums: Tensors, grads: Tensors, factor: Any, before: Any, over
         grad = grads[index].to(accumulator.dtype)
         added = torch.where(factor != 0, grad * factor, 0.0)
         accumulator.copy_(added if overwrites else torch.where(holds, accumulator + added, grad))
+
+
+def _add_and_round(plan: Plan, fold: Fold, batches: Iterator[Batch]) -> None:
+    """Adds gradients to sums in bf16 with the bits of the kernels: csrc/rows.h's Fold. It reads none of the numbers."""
+    factor = torch.zeros((), dtype=torch.float32, device=plan.device).add_(fold.factor)
+    holds = torch.ones_like(factor, dtype=torch.bool) if fold.before is None else fold.before != 0
+    keeps = torch.zeros_like(holds) if fold.overwrites else holds
+    factor = factor if fold.overwrites else torch.where(holds, factor, 1.0)
+    additions = dict[int, Tensor]()  # 1 where a row is rounded, else 0
+    for batch in batches:
+        grads: list[Tensor | None] = [*batch.of(fold.grads)] or [None] * len(batch.rows)
+        for index, accumulator, grad in zip(batch.rows, batch.of(fold.sums), grads, strict=True):
+            row, accumulator = plan.rows[index], memory_order(accumulator)
+            if grad is None:
+                accumulator.copy_(torch.where(holds, accumulator, 0.0))
+                continue
+            kept, added = torch.where(keeps, accumulator, 0.0).float(), memory_order(grad).float() * factor
+            value = torch.where(factor != 0, torch.where(keeps, kept + added, added), kept)
+            result = value.bfloat16()
+            if fold.words is not None:
+                rounds = (factor != 0) & (keeps | (factor != 1) | (grad.dtype is not torch.bfloat16))
+                key = codecs.mix(fold.words[row.first_chunk] ^ fold.salt)
+                noise = codecs.noise(key, value.numel(), row.origin + batch.begin)
+                result = torch.where(rounds, codecs.to_bfloat16_stochastic(value, noise), result)
+                additions[index] = rounds
+            accumulator.copy_(result)
+    for index, rounds in additions.items():
+        first, chunks = plan.rows[index].first_chunk, chunk_count(plan.rows[index].tensor.numel())
+        fold.words[first : first + chunks].add_(rounds)  # type: ignore[index]

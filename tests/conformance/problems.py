@@ -41,10 +41,12 @@ def on_device(number: Number) -> Any:
     return torch.tensor(float(number)) if isinstance(number, str) else number
 
 
-def bare_plan(backend: Any, params: Sequence[Tensor]) -> Plan:
+def bare_plan(backend: Any, params: Sequence[Tensor], origins: Sequence[int] = ()) -> Plan:
     """For calls of the backend's verbs: of these parameters, without an optimizer."""
     holder = SimpleNamespace(param_groups=[{"params": [*params]}], state={})
     plan = plans.build(lambda: holder, [RULES[0]], Settings())
+    for row, origin in zip(plan.rows, origins, strict=False):
+        row.origin = origin
     backend.prepare(plan)
     return plan
 
@@ -155,6 +157,7 @@ class Problem:
     special_params: tuple[tuple[int, float], ...] = ()
     options: tuple[tuple[str, Any], ...] = ()  # in place of the case's
     is_measured: bool = False  # metrics and the noise scale are taken
+    sums: torch.dtype | None = None
 
     def __str__(self) -> str:
         return f"{self.case}-{self.weights}-{self.states}"
@@ -258,7 +261,7 @@ class Run:
             groups, self.watched, max_grad_norm=problem.tail.max_grad_norm, rounding_seed=17,
             state_dtype=STATES[kept(problem.states, case, *groups)], state_dtype_min_numel=fewest, **options,
             clip=problem.tail.clip, skip_above=problem.tail.skip_above, metrics=problem.is_measured,
-            noise_scale=problem.is_measured,
+            noise_scale=problem.is_measured, sum_dtype=problem.sums,
             **({} if problem.tail.nonfinite is None else {"nonfinite": problem.tail.nonfinite}),
         )  # fmt: skip
         self.lr = own["lr"]
@@ -384,6 +387,9 @@ class Run:
         history = inside.memories(self.optimizer)["history"]
         if history is not None:
             found["history"] = history.cpu()
+        words = inside.words(self.optimizer)
+        if words is not None:
+            found["words"] = words.cpu()
         outcomes = {f"outcome {i}": values.cpu() for i, values in enumerate(self.watched.outcomes)}
         return found | outcomes | {"skipped": self.optimizer.skipped_steps.cpu()}
 

@@ -212,14 +212,17 @@ def test_gradients_that_kernels_cannot_read_in_place_are_served(kind: str, loop:
     assert_close(found[0], found[1], "torch.optim")
 
 
+@pytest.mark.parametrize("sums", [None, torch.bfloat16])
 def test_a_folds_factor_travels_in_its_launches_where_the_host_knows_it(
-    torchs: TorchBackend, monkeypatch: pytest.MonkeyPatch
+    sums: torch.dtype | None, torchs: TorchBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_kernels, "_add_on_device", None)
-    params = random_params([(4,), (5,), (6,)])
-    optimizer = ADAMW_CASE.make([{"params": [param]} for param in params], torchs)
+    params = [param.detach().bfloat16().requires_grad_() for param in random_params([(4,), (5,), (6,)])]
+    optimizer = ADAMW_CASE.make([{"params": [param]} for param in params], torchs, sum_dtype=sums)
     for seed, weight in enumerate((2.0, 2.0, 3.0)):
-        set_grads(params, random_grads(params, seed))
+        grads = random_grads(params, seed, torch.bfloat16)  # referred to, so the first are copied
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
         optimizer.accumulate(weight, last=seed == 2)
 
 

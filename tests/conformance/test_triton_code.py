@@ -49,13 +49,13 @@ def compile_kernels(target: str, folder: Path, *chosen: str) -> None:
     gpu = GPUTarget("cuda", int(target), lanes) if nvidia else GPUTarget("hip", target, lanes)
     kernels: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         "norm": (verbs.norm_kernel, {}, backend.options(lanes)),
-        "accumulate": (verbs.accumulate_kernel, {}, backend.options(lanes)),
+        "accumulate": (verbs.accumulate_kernel, {}, backend.options(lanes, backend.FOLD_REGISTERS)),
         "segment norms": (verbs.segment_norms_kernel, {}, backend.options(lanes)),
     }
     for name, (rule, form) in ({rule.name: (rule, Format()) for rule in RULES} | LEAN).items():
         kernel = step.step_kernel
         names = [p.name for p in kernel.params if p.is_constexpr]
-        options = backend.options(lanes, is_noisy=form.needs_noise)
+        options = backend.options(lanes, backend.step_registers(form))
         kernels[name] = kernel, dict(zip(names, backend.constants(rule, form), strict=True)), options
     for name, (kernel, constants, options) in ((name, kernels[name]) for name in chosen):
         kinds = {
@@ -127,8 +127,11 @@ LOAD, STORE, LOAD_HALF, STORE_HALF = (f"{way}.global.{kind}" for kind in ("v4.b3
 # Each thread of 256 has 4 of 1024 elements: 16 bytes of fp32, 8 of 16 bits, 4 of 8 bits. Of three dtypes of gradients:
 COUNTS: dict[str, dict[str, int]] = {
     "norm": {LOAD: 4, LOAD_HALF: 4 * 2, STORE: 0, "sqrt.rn.f32": 1, "div.rn.f64": 2},  # four rows at a time
-    # Two rows at a time: folds, copies, rescaling.
-    "accumulate": {LOAD: (2 + 1 + 1 + 1 + 1) * 2, LOAD_HALF: (2 + 2) * 2, STORE: (3 + 3 + 1) * 2},
+    # Two rows at a time: folds, copies, rescaling; first of sums in fp32, then of those in bf16.
+    "accumulate": {
+        LOAD: (2 + 1 + 1 + 1 + 1) * 2 + 2 * 2, LOAD_HALF: (2 + 2) * 2 + (1 + 3 + 3 + 1) * 2, STORE: (3 + 3 + 1) * 2,
+        STORE_HALF: (3 + 3 + 1) * 2, "atom.global.gpu.relaxed.add.u64": 1,
+    },
     # Parameter and states for each of them, and the gradient. The ticket alone goes through shared memory.
     **{
         rule: {LOAD: (1 + n) * 3 * 2 + 2, LOAD_HALF: 2 * 2, STORE: (1 + n) * 3 * 2, "ld.shared": 1}

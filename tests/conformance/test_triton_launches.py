@@ -70,10 +70,12 @@ def gradients(value: float) -> list[Tensor]:
     return [torch.full(shape, value, dtype=torch.bfloat16) for shape in SHAPES]
 
 
-def stepped(backend: Any, grads: list[list[Tensor]], lrs: list[float], folds: int = 0) -> Any:
+def stepped(
+    backend: Any, grads: list[list[Tensor]], lrs: list[float], folds: int = 0, sums: torch.dtype | None = None
+) -> Any:
     """An optimizer after plain steps, or windows that fold the same gradients so many times."""
     params = random_params(SHAPES)
-    optimizer = ADAMW_CASE.make(params, backend, max_grad_norm=1.0)
+    optimizer = ADAMW_CASE.make(params, backend, max_grad_norm=1.0, sum_dtype=sums)
     for given, lr in zip(grads, lrs, strict=True):
         optimizer.param_groups[0]["lr"] = lr
         for _ in range(max(folds, 1)):
@@ -108,15 +110,18 @@ def test_a_gpu_holds_as_many_programs_as_its_registers_memory_and_threads_allow(
 
 
 @pytest.mark.parametrize("fits", [1, 2, 100])
-def test_a_grid_is_what_fits_and_changes_no_bit(fits: int, triton: Any, launches: Launches) -> None:
+@pytest.mark.parametrize("sums", [None, torch.bfloat16])
+def test_a_grid_is_what_fits_and_changes_no_bit(
+    sums: torch.dtype | None, fits: int, triton: Any, launches: Launches
+) -> None:
     """That is known from a kernel's second launch on, because the first one loads it. No program is idle."""
     launches.fits = fits
     grads, lrs = [gradients(value) for value in (1.0, -3.0, 2.0)], [0.1, 0.2, 0.3]
-    found = stepped(triton, grads, lrs, folds=2)
+    found = stepped(triton, grads, lrs, folds=2, sums=sums)
     assert grids(launches, "accumulate") == [3, *[min(fits, 4)] * 5]
     assert grids(launches, "step") == [3, *[min(fits, 4)] * 2]
     assert grids(launches, "norm") == [1] * 3, "the folds have measured"
-    assert_all_same_bits(everything(found), everything(stepped(CpuBackend(), grads, lrs, folds=2)))
+    assert_all_same_bits(everything(found), everything(stepped(CpuBackend(), grads, lrs, folds=2, sums=sums)))
 
 
 @pytest.mark.parametrize(("lanes", "warps"), [(32, 8), (64, 4)])

@@ -40,9 +40,11 @@ OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # for every kernel of 32-
 # Warps of 64 lanes (AMD's CDNA; RDNA has 32): with 8 of them a thread had 2 elements of a row, so the norm had no
 # 16-byte load. gfx942's machine code has been read, no such card has been timed.
 WIDE_OPTIONS = {**OPTIONS, "num_warps": 4}
-# For a step that rounds stochastically. Adam's would take 190 registers a thread for INT8 states, so one program would
-# fill a multiprocessor. With 128 registers two fit, and hardly any spill. (AMD's compiler does not know the option.)
-NOISY_OPTIONS = OPTIONS if torch.version.hip else {**OPTIONS, "maxnreg": 128}
+# Registers a thread, which decide how many programs fit a multiprocessor; with these hardly any spill. A step that
+# rounds stochastically: Adam's would take 190 for INT8 states, so one program would fit; with 128 two do. A fold would
+# take 98 for the noise of sums in bfloat16, and two would fit; with 80 three do, as without noise.
+# (AMD's compiler does not know the option.)
+NOISY_STEP_REGISTERS, FOLD_REGISTERS = 128, 80
 
 
 @dataclass
@@ -83,12 +85,12 @@ class TritonBackend:
             fold.refuse_overwritten()
         factor, at = (1.0, fold.factor.data_ptr()) if isinstance(fold.factor, Tensor) else (fold.factor, 0)
         with self._on(plan, [partials]):
-            table = self._send(plan, "fold", [*grads, *_dtypes(fold.grads), *sums])
+            table = self._send(plan, "fold", [*grads, *_dtypes(fold.grads), *sums, *_dtypes(fold.sums)])
             commit.begin()
             self._launch(
                 kernels.accumulate_kernel, plan, plan.chunks,
                 table, len(plan.rows), plan.chunks, _bits(factor), at, address(fold.before), int(fold.overwrites),
-                int(fold.copies), partials,
+                int(fold.copies), partials, address(fold.words), fold.salt, registers=FOLD_REGISTERS,
             )  # fmt: skip
         commit.end()
 
@@ -128,7 +130,7 @@ class TritonBackend:
                 self._launch(
                     step_kernel, plan, plan.chunks,
                     table, len(plan.rows), plan.chunks, hyper_table, index, outcome.values,
-                    address(outcome.coefficients), constants=constants(*kind), is_noisy=kind[1].needs_noise,
+                    address(outcome.coefficients), constants=constants(*kind), registers=step_registers(kind[1]),
                 )  # fmt: skip
         commit.end()
 
@@ -171,7 +173,7 @@ class TritonBackend:
 
     def _launch(
         self, kernel: Any, plan: Plan, chunks: int, *args: Any, constants: tuple[Any, ...] = (),
-        is_noisy: bool = False,
+        registers: int | None = None,
     ) -> None:  # fmt: skip
         """Launches as many programs as run at once; at least one, because the last one finishes the work.
 
@@ -180,7 +182,7 @@ class TritonBackend:
         key = kernel, plan.device, constants
         most = self._programs.get(key)
         programs = max(1, min(chunks, most or resident_programs(plan.device)))
-        loaded = kernel[(programs,)](*args, *constants, **options(lanes(plan.device), is_noisy=is_noisy))
+        loaded = kernel[(programs,)](*args, *constants, **options(lanes(plan.device), registers))
         if most is None:
             self._programs[key] = resident_programs(plan.device, loaded)
 
@@ -191,15 +193,20 @@ def lanes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).warp_size) if device.type == "cuda" else 32
 
 
-def options(lanes: int, *, is_noisy: bool = False) -> dict[str, Any]:
+def options(lanes: int, registers: int | None = None) -> dict[str, Any]:
     """Returns Triton's options for warps of so many lanes.
 
     Args:
-        is_noisy: for a step that rounds stochastically.
+        registers: at most, of a thread.
     """
     if lanes == 64:
         return WIDE_OPTIONS
-    return NOISY_OPTIONS if is_noisy else OPTIONS
+    return OPTIONS if registers is None or torch.version.hip else {**OPTIONS, "maxnreg": registers}
+
+
+def step_registers(form: Format) -> int | None:
+    """Returns how many registers a thread of a step has at most."""
+    return NOISY_STEP_REGISTERS if form.needs_noise else None
 
 
 def constants(rule: type[Rule], form: Format) -> tuple[Any, ...]:
@@ -234,8 +241,8 @@ def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-def _dtypes(grads: Grads) -> list[int]:
-    return [memory.NO_GRAD.value if grad is None else _DTYPES[grad.dtype] for grad in grads]
+def _dtypes(tensors: Grads) -> list[int]:
+    return [memory.NO_GRAD.value if tensor is None else _DTYPES[tensor.dtype] for tensor in tensors]
 
 
 def _operands(grads: Grads) -> list[int]:

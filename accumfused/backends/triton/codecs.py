@@ -44,15 +44,20 @@ def mix(value):
 
 
 @triton.jit
-def noise_keys(seed, step, row, start):
+def step_key(seed, step, row):
+    """Returns the key of one tensor's noise in one step."""
+    return mix(mix(mix(seed.to(tl.uint64)) ^ tl.cast(step, tl.uint64)) ^ tl.cast(row, tl.uint64))
+
+
+@triton.jit
+def noise_keys(key, start):
     """Returns a chunk's keys of noise: its first pair's position, and 1 if it begins with the second element of a pair.
 
-    `start`: index of the chunk's first element in the whole tensor.
+    `start`: index of the chunk's first element in the whole tensor, whose key is `key`.
     """
-    key = mix(mix(seed.to(tl.uint64)) ^ tl.cast(step, tl.uint64))
-    key = mix(mix(key ^ tl.cast(row, tl.uint64)) ^ (start.to(tl.uint64) >> 32))
+    first = mix(key ^ (start.to(tl.uint64) >> 32))
     pair = (start.to(tl.uint32) >> 1).to(tl.uint64)
-    return tl.add(key, pair * 0x4E3779B1, sanitize_overflow=False), start.to(tl.uint32) & 1
+    return tl.add(first, pair * 0x4E3779B1, sanitize_overflow=False), start.to(tl.uint32) & 1
 
 
 @triton.jit
@@ -89,6 +94,13 @@ def one_nan(values):
 @triton.jit
 def to_bfloat16_stochastic(values, noise):
     return ((one_nan(values) + (noise >> 16)) >> 16).to(tl.uint16)
+
+
+@triton.jit
+def to_bfloat16(values):
+    """Rounds to the nearest; ties go to even."""
+    bits = one_nan(values)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).to(tl.uint16)
 
 
 @triton.jit

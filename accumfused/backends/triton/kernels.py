@@ -9,7 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from accumfused.backends.triton.codecs import (
+    from_bfloat16,
+    mix,
+    noise,
+    noise_keys,
+    to_bfloat16,
+    to_bfloat16_stochastic,
+)
 from accumfused.backends.triton.memory import (
+    BFLOAT16,
     BFLOAT16_BITS,
     BLOCK,
     DTYPE,
@@ -17,8 +26,10 @@ from accumfused.backends.triton.memory import (
     FLOAT32,
     GRAD,
     NO_GRAD,
+    ORIGIN,
     ROWS,
     SUM,
+    SUM_DTYPE,
     extent,
     float64_from,
     is_aligned,
@@ -36,7 +47,7 @@ from accumfused.backends.triton.numeric import LANES, LEAST_DIVISOR, LEAST_SUM, 
 NUMBERS = (
     "table", "hypers", "outcome", "count", "chunks", "chunks_to_read", "partials", "normalization",
     "device_normalization", "found_inf", "clips", "max_grad_norm", "skips_nonfinite", "skips", "factor",
-    "device_factor", "before", "overwrites", "copies",
+    "device_factor", "before", "overwrites", "copies", "words", "salt",
 )  # fmt: skip
 
 
@@ -126,7 +137,33 @@ def segment_norms_kernel(partials, bounds, segments: tl.int32, squares):
 
 
 @triton.jit
-def fold_chunk(accumulator, grad, n, aligned, factor, keeps, adds: tl.constexpr, total):
+def keys_of_sum(row, words, chunk, salt, offset, rounds):
+    """Returns a chunk's keys of noise, and whether it has noise: csrc/rows.h's Fold. Its word counts the addition."""
+    first, odd = tl.cast(0, tl.uint64), tl.cast(0, tl.uint32)
+    is_noisy = rounds & (words != 0)
+    if is_noisy:  # atomic, because one thread must not write the word before all others have read it
+        word = tl.atomic_add(pointer_to(words, tl.int64) + chunk, 1, sem="relaxed")
+        key = mix(word.to(tl.uint64) ^ salt.to(tl.uint64))
+        first, odd = noise_keys(key, tl.load(row + ORIGIN) + offset)
+    return (first, odd), is_noisy
+
+
+@triton.jit
+def store_sum(accumulator, values, keys, is_noisy, first, n, size: tl.constexpr, whole: tl.constexpr):
+    """Stores elements of a sum, rounded if it is in bfloat16; returns them as they are stored."""
+    if accumulator.dtype.element_ty == BFLOAT16_BITS:
+        rounded = to_bfloat16(values)
+        if is_noisy:
+            rounded = to_bfloat16_stochastic(values, noise(keys, first + tl.arange(0, size)))
+        store(accumulator, rounded, first, n, size, whole)
+        values = from_bfloat16(rounded)
+    else:
+        store(accumulator, values, first, n, size, whole)
+    return values
+
+
+@triton.jit
+def fold_chunk(accumulator, grad, n, aligned, factor, keeps, keys, is_noisy, adds: tl.constexpr, total):
     """accumulator <- (accumulator if keeps) + (factor * grad if adds). total: the sum of squares of the result."""
     lanes = tl.zeros([LANES], tl.float32)
     whole = whole_elements(n, 2 * LANES, aligned)
@@ -139,10 +176,10 @@ def fold_chunk(accumulator, grad, n, aligned, factor, keeps, adds: tl.constexpr,
             a, b = tl.where(keeps, a + g, g), tl.where(keeps, b + h, h)
         else:
             a, b = tl.where(keeps, a, 0.0), tl.where(keeps, b, 0.0)
+        a = store_sum(accumulator, a, keys, is_noisy, first, n, LANES, True)
+        b = store_sum(accumulator, b, keys, is_noisy, second, n, LANES, True)
         lanes += a * a
         lanes += b * b
-        store(accumulator, a, first, n, LANES, True)
-        store(accumulator, b, second, n, LANES, True)
     for first in range(whole, n, LANES):
         a = load(accumulator, first, n, LANES, False)
         if adds:
@@ -150,21 +187,41 @@ def fold_chunk(accumulator, grad, n, aligned, factor, keeps, adds: tl.constexpr,
             a = tl.where(keeps, a + g, g)
         else:
             a = tl.where(keeps, a, 0.0)
+        a = store_sum(accumulator, a, keys, is_noisy, first, n, LANES, False)
         lanes += a * a
-        store(accumulator, a, first, n, LANES, False)
     tl.store(total, tree(lanes))
 
 
 @triton.jit
-def fold_or_copy(accumulator, grad, n, aligned, copies, factor, keeps, total):
+def fold_or_copy(accumulator, grad, n, aligned, copies, factor, keeps, keys, is_noisy, total):
     if copies != 0:
         whole = whole_elements(n, BLOCK, aligned)
         for first in range(0, whole, BLOCK):
-            store(accumulator, load(grad, first, n, BLOCK, True), first, n, BLOCK, True)
+            store_sum(accumulator, load(grad, first, n, BLOCK, True), keys, False, first, n, BLOCK, True)
         for first in range(whole, n, BLOCK):
-            store(accumulator, load(grad, first, n, BLOCK, False), first, n, BLOCK, False)
+            store_sum(accumulator, load(grad, first, n, BLOCK, False), keys, False, first, n, BLOCK, False)
     else:
-        fold_chunk(accumulator, grad, n, aligned, factor, keeps, True, total)
+        fold_chunk(accumulator, grad, n, aligned, factor, keeps, keys, is_noisy, True, total)
+
+
+@triton.jit
+def fold_row(row, accumulator, offset, n, copies, factor, keeps, is_fresh, keys, is_noisy, total):
+    """Folds one chunk of a row with its gradient, whatever its dtype is."""
+    aligned = is_aligned(row, SUM) & is_aligned(row, GRAD)
+    dtype = tl.load(row + DTYPE)
+    has_grad = dtype != NO_GRAD
+    if (factor == 0) | (has_grad == 0):
+        if is_fresh | has_grad:
+            fold_chunk(accumulator, accumulator, n, aligned, factor, keeps, keys, False, False, total)
+    elif dtype == FLOAT32:
+        grad = pointer(row, GRAD, tl.float32, offset)
+        fold_or_copy(accumulator, grad, n, aligned, copies, factor, keeps, keys, is_noisy, total)
+    elif dtype == FLOAT16:
+        half = pointer(row, GRAD, tl.float16, offset)
+        fold_or_copy(accumulator, half, n, aligned, copies, factor, keeps, keys, is_noisy, total)
+    else:
+        brain = pointer(row, GRAD, BFLOAT16_BITS, offset)
+        fold_or_copy(accumulator, brain, n, aligned, copies, factor, keeps, keys, is_noisy, total)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -178,6 +235,8 @@ def accumulate_kernel(
     overwrites: tl.int32,
     copies: tl.int32,
     partials,
+    words: tl.int64,  # 0: sums in bfloat16 are rounded to the nearest
+    salt: tl.int64,
 ):
     rows = table + ROWS
     number = float64_from(factor)
@@ -195,20 +254,13 @@ def accumulate_kernel(
         row, _ = row_of(rows, count, chunk)
         if tl.load(row + SUM) != 0:
             offset, n = extent(row, chunk)
-            accumulator = pointer(row, SUM, tl.float32, offset)
             total = partials + chunk
-            aligned = is_aligned(row, SUM) & is_aligned(row, GRAD)
-            dtype = tl.load(row + DTYPE)
-            has_grad = dtype != NO_GRAD
-            if (multiplier == 0) | (has_grad == 0):
-                if is_fresh | has_grad:
-                    fold_chunk(accumulator, accumulator, n, aligned, multiplier, keeps, False, total)
-            elif dtype == FLOAT32:
-                grad = pointer(row, GRAD, tl.float32, offset)
-                fold_or_copy(accumulator, grad, n, aligned, copies, multiplier, keeps, total)
-            elif dtype == FLOAT16:
-                half = pointer(row, GRAD, tl.float16, offset)
-                fold_or_copy(accumulator, half, n, aligned, copies, multiplier, keeps, total)
+            if tl.load(row + SUM_DTYPE) == FLOAT32:
+                single = pointer(row, SUM, tl.float32, offset)
+                fold_row(row, single, offset, n, copies, multiplier, keeps, is_fresh, (0, 0), False, total)
             else:
-                brain = pointer(row, GRAD, BFLOAT16_BITS, offset)
-                fold_or_copy(accumulator, brain, n, aligned, copies, multiplier, keeps, total)
+                brain = pointer(row, SUM, BFLOAT16_BITS, offset)
+                dtype = tl.load(row + DTYPE)
+                rounds = (dtype != NO_GRAD) & (multiplier != 0) & (keeps | (multiplier != 1) | (dtype != BFLOAT16))
+                keys, is_noisy = keys_of_sum(row, words, chunk, salt, offset, rounds)
+                fold_row(row, brain, offset, n, copies, multiplier, keeps, is_fresh, keys, is_noisy, total)

@@ -13,7 +13,7 @@ from accumfused.backends.triton.numeric import CHUNK, whole_steps
 from accumfused.rules import rule
 
 # The table: a row that begins with the ticket, which is 0 between launches; then a row of these words per parameter.
-ROWS = tl.constexpr(20)
+ROWS = tl.constexpr(21)
 WORDS = ROWS
 PARAM = tl.constexpr(0)
 STEP = tl.constexpr(1)  # from here on the order of formats.kinds.Storage
@@ -29,8 +29,9 @@ ORIGIN = tl.constexpr(16)
 GRAD = tl.constexpr(17)  # from here on a call's operands; a step's are the first two
 DTYPE = tl.constexpr(18)
 SUM = tl.constexpr(19)
+SUM_DTYPE = tl.constexpr(20)
 
-NO_GRAD, FLOAT32, FLOAT16 = tl.constexpr(-1), tl.constexpr(0), tl.constexpr(1)  # values of DTYPE; bfloat16 is the last
+NO_GRAD, FLOAT32, FLOAT16, BFLOAT16 = tl.constexpr(-1), tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # of DTYPE
 BFLOAT16_BITS = tl.constexpr(tl.uint16)  # kernels read bfloat16 as this: Triton's interpreter gets its subnormals wrong
 
 HYPER_WORDS = tl.constexpr(3)  # a number's bits, an fp32 number's address, an fp64 number's

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from accumfused.backends.triton.codecs import noise, noise_keys, stream
+from accumfused.backends.triton.codecs import noise, noise_keys, step_key, stream
 from accumfused.backends.triton.formats import (
     HAS_MASTER,
     load_state,
@@ -199,7 +199,7 @@ def step_kernel(
             keys = index, index
             if noisy:
                 seed = tl.load(pointer(row, SEED, tl.int64, 0))
-                keys = noise_keys(seed, number, index, tl.load(row + ORIGIN) + offset)
+                keys = noise_keys(step_key(seed, number, index), tl.load(row + ORIGIN) + offset)
             if dtype == FLOAT32:
                 grad = pointer(row, GRAD, tl.float32, offset)
                 step_chunk(
