@@ -88,7 +88,10 @@ def state_of(
             is_cast = isinstance(entry, Tensor) and entry.is_floating_point()  # by an optimizer of torch
             number = seed if entry is None or is_cast else int(entry)
             made[SEED] = torch.full((), number, dtype=torch.int64, device=tensor.device)
-        if form.master is not None:
+        if form.master is not None and form.master[0] == REMAINDER and not has_master:
+            # 0, without a pass through fp32: its tensors would be ten times the parameter, which may be an embedding.
+            made[REMAINDER] = torch.zeros_like(tensor, dtype=form.master[1], requires_grad=False)
+        elif form.master is not None:
             half, made[form.master[0]] = _halves(form, tensor, full_precision(tensor, entries))
             # (A master that comes from the parameter has it as its half; a comparison would wait for a GPU.)
             if has_master and not torch.equal(half.view(torch.int16), tensor.detach().view(torch.int16)):
