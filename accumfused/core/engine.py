@@ -27,7 +27,18 @@ from accumfused.core.norm import Measured, take_norm
 from accumfused.core.observer import Observer
 from accumfused.core.plan import Plan
 from accumfused.core.plans import Plans, Surroundings
-from accumfused.core.protocol import Call, Commit, Divisors, DuringBackward, Number, Outcome, Owner, Scaling, Step
+from accumfused.core.protocol import (
+    Call,
+    Commit,
+    Divisors,
+    DuringBackward,
+    Number,
+    Outcome,
+    Owner,
+    Scaling,
+    Step,
+    on_device,
+)
 from accumfused.core.reader import setting_grads
 from accumfused.core.rows import Grads
 from accumfused.core.weights import weight_if
@@ -134,7 +145,9 @@ class Engine:
         if not plan.exchange.is_alone:
             self._bring_to_unit_one(plan)
         calls: list[Call[Any]] = [plan.reader.releasing(param_ids)]
-        is_finite = self._is_finite(plan, matched, calls) if self.settings.nonfinite == "drop" and present else None
+        is_left_out = empty and not plan.exchange.has_means  # by the loop, which may do so because it is not finite
+        looks = self.settings.nonfinite == "drop" and present and not is_left_out
+        is_finite = self._is_finite(plan, matched, weight, calls) if looks else None
         if self.window.in_progress is None:
             window = self.window.entered(plan, weight, in_loss=in_loss, is_finite=is_finite)
         else:
@@ -174,17 +187,19 @@ class Engine:
         marked = next((param for param, accumulator in both if accumulator is not None), self.window.params[0])
         self.plans.owner.state[marked] = {}
 
-    def _is_finite(self, plan: Plan, grads: Grads, calls: list[Call[Any]]) -> Tensor:
+    def _is_finite(self, plan: Plan, grads: Grads, weight: Number | None, calls: list[Call[Any]]) -> Tensor:
         """Takes a micro-batch's norm, and adds a call that counts it as dropped unless its norm is finite.
 
         Returns:
-            Whether it is: bool, shape [].
+            Whether it is, or the weight on the device is 0, which leaves the micro-batch out already: bool, shape [].
         """
         if self.dropped is None or self.dropped.device != plan.device:
             graphs.refuse_new_tensors({plan.device})
             self.dropped = torch.zeros((), dtype=torch.int64, device=plan.device)
         partials = torch.zeros(plan.chunks, dtype=plan.dtype, device=plan.device)
         is_finite = take_norm(plan, grads, partials, Scaling(plan.device, dtype=plan.dtype)).norm.isfinite()
+        if isinstance(weight, Tensor) and not plan.exchange.has_means:
+            is_finite |= on_device(weight, plan.device, torch.float64) == 0
         calls.append(partial(self.dropped.add_, ~is_finite))
         return is_finite
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
 import torch
 from compare import assert_same, assert_same_bits
@@ -266,3 +269,60 @@ def test_fuse_refuses_what_torch_has_cast_and_takes_the_checkpoint_after_it(
     whole_weights = [value.clone() for value in fused.full_precision_state_dict(model).values()]
     for value, known in zip(whole_weights, optimizer.full_precision_state_dict(old).values(), strict=True):
         assert torch.equal(value, known)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def peak_of(call: Callable[[], Any]) -> int:
+    """The most bytes of new tensors that there are at a time during a call."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    return max(accumulate(inside.allocations(profiler)))
+
+
+def stepped(count: int, weights: str, states: str, backend: str, *, steps: int) -> Any:
+    """An optimizer of so many equal parameters, of a size that has 8-bit states, with gradients for the next step."""
+    dtype, settings = WEIGHTS[weights]
+    params = [torch.nn.Parameter(torch.ones(64, 64, dtype=dtype)) for _ in range(count)]
+    optimizer = af.AdamW(params, lr=0.1, backend=backend, state_dtype=STATES[states], **settings)
+    train(optimizer, steps)
+    grads_of(optimizer, steps)
+    return optimizer
+
+
+def bytes_of_state(saved: dict[str, Any]) -> int:
+    """Of the first parameter in a checkpoint."""
+    return sum(value.nbytes for value in saved["state"][0].values() if isinstance(value, Tensor))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (("fp32", "fp32"), ("fp32", "8bit")),
+        (("fp32", "8bit"), ("fp32", "fp32")),
+        (("split16", "fp32"), ("split8", "fp32")),
+        (("split8", "bf16"), ("split16", "8bit")),
+        (("bf16_stochastic", "fp32"), ("split16", "fp32")),
+        (("split16", "8bit"), ("fp32", "fp32")),  # its parameters are written, too
+        (("fp16_master", "fp32"), ("fp16_master", "bf16")),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_is_converted_parameter_by_parameter(
+    backend: str, source: tuple[str, str], target: tuple[str, str]
+) -> None:
+    """A checkpoint and a first step take the memory of the larger format's states, and of one parameter at work."""
+    peaks, count = list[int](), 64
+    for number in (1, count):
+        saved = stepped(number, *source, backend, steps=1).state_dict()
+        optimizer = stepped(number, *target, backend, steps=0)
+
+        def resume(optimizer: Any = optimizer, saved: Any = saved) -> None:
+            optimizer.load_state_dict(copy.deepcopy(saved))
+            optimizer.step()
+
+        peaks.append(peak_of(resume))
+        old, new = bytes_of_state(saved), bytes_of_state(optimizer.state_dict())
+        assert old != new
+    assert peaks[1] <= peaks[0] + (count - 1) * max(old, new) + (old + new)

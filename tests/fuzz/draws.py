@@ -80,6 +80,7 @@ normalizers = st.sampled_from([None] * 60 + _divisors)
 grad_scales = st.sampled_from([None] * 240 + _divisors)
 found_infs = st.sampled_from([None] * 40 + _of_tensor([0.0, 1.0, 2.0], 5))
 poisons = st.sampled_from([None] * 40 + [math.inf, -math.inf, math.nan])
+overflows = st.lists(st.sampled_from([False] * 4 + [True]), min_size=5, max_size=5)  # of micro-batches
 SIDES = st.integers(0, 1)  # of two optimizers that are clipped together; where there is one, it is meant
 BACKENDS = st.sampled_from([None] * 3 + ["cpu", "reference", "torch"])  # None: the same optimizer goes on
 SEEDS, ROW, flags = st.integers(0, 2**16), st.integers(0, 6), st.booleans()

@@ -28,6 +28,7 @@ WRITES = {  # from outside, under no_grad; nobody can see one through `.data`
     "data": lambda p, seed: p.data.mul_(draws.random(p.shape, seed) > 0),
 }
 HOW = ["freeze", "thaw", "thaw", "lay out", "add"]
+ENDS = ["zero_grad", "zero_grad", "close", "keep", "drop"]
 CHANGES = [{}, {"lr": 0.1}, {"lr": 0.02}, {"momentum": 0.0}, {"momentum": 0.6}, {"weight_decay": 0.3}]
 
 
@@ -36,7 +37,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(config=draws.configurations())
     def begin(self, config: dict[str, Any]) -> None:
-        self.config, self.scalers = config, dict[bool, Any]()
+        self.config, self.scalers, self.left = config, dict[bool, Any](), None
         torch.set_default_dtype(draws.DTYPES[config["default_dtype"]])
         self.sides = list[Side]()
         self.sides += [Side(each, self.sides) for each in (config, config["mate"]) if each]
@@ -74,18 +75,48 @@ class Machine(RuleBasedStateMachine):
             self.side(side).own_backward(**arguments)
 
     @rule(side=draws.SIDES, rows=draws.rows, seed=draws.SEEDS, weight=draws.weights, count=st.integers(1, 3),
-          last=draws.flags, step=draws.flags, resumed=draws.BACKENDS)  # fmt: skip
+          last=draws.flags, step=draws.flags, resumed=draws.BACKENDS, overflows=draws.overflows)  # fmt: skip
     def micro_batches(
-        self, side: int, rows: list[int], seed: int, weight: Any, count: int, last: bool, step: bool, resumed: Any
-    ) -> None:
+        self, side: int, rows: list[int], seed: int, weight: Any, count: int, last: bool, step: bool, resumed: Any,
+        overflows: list[bool],
+    ) -> None:  # fmt: skip
         """A window, or the beginning of one, as a loop has it. Args: resumed: by this backend, after one of them."""
         for index in range(count):
             if resumed is not None and index == 1:
                 self.load(side, "now", resumed)
-            self.side(side).backward(rows, seed + index)
+            is_bad = overflows[index] and self.side(side).drops
+            self.side(side).backward(rows, seed + index, math.inf if is_bad else None)
             self.side(side).accumulate(weight, last and index == count - 1)
         if step:
             self.step(side)
+
+    @rule(side=draws.SIDES, rows=draws.rows, seed=draws.SEEDS, weight=draws.weights, count=st.integers(1, 5),
+          steps=st.integers(1, 3), is_sized=draws.flags, end=st.integers(1, 6), ends=st.sampled_from(ENDS),
+          overflows=draws.overflows, resumes=draws.flags)  # fmt: skip
+    def loop(
+        self, side: int, rows: list[int], seed: int, weight: Any, count: int, steps: int, is_sized: bool, end: int,
+        ends: str, overflows: list[bool], resumes: bool,
+    ) -> None:  # fmt: skip
+        """A loop over af.windows, which a break may end. Args: ends: what follows it. resumes: the open window."""
+        own, items = self.side(side), range(count)
+        begun = own.arrived + own.entered if resumes and own.phase == "open" else 0
+        resumed = own.optimizer if resumes else None
+        iterator = iter(af.windows(items if is_sized else iter(items), steps, resumed=resumed))
+        left = max(1, steps - begun)
+        for item, last in iterator:
+            left = (left or steps) - 1
+            assert last == (left == 0 or item == count - 1), f"last is {last} at {item} of {count}"
+            own.backward(rows, seed + item, math.inf if overflows[item] and own.drops else None)
+            own.accumulate(weight)
+            if item == end - 1:
+                break
+            if last:
+                self.step(side)
+        if ends == "close":
+            iterator.close()  # type: ignore[attr-defined]
+        elif ends == "zero_grad":
+            self.zero_grad(side, True)
+        self.left = iterator if ends == "keep" else None  # (Python closes others.)
 
     @rule(side=draws.SIDES, normalizer=draws.normalizers, scale=draws.grad_scales, found=draws.found_infs)
     def step(self, side: int, normalizer: Any = None, scale: Any = None, found: Any = None) -> None:
@@ -138,6 +169,7 @@ class Machine(RuleBasedStateMachine):
         side, cls = self.sides[0], af.GradScaler if ours else torch.amp.GradScaler
         dtypes = {side.params[row].grad.dtype for row in side.live()}
         refuses = side.phase == "open" and (unscale or not ours)
+        refuses |= side.drops and side.phase == "closed" and not ours
         if self.group is None and not all(map(side.is_plain, side.live())):
             return
         if (unscale or not ours) and not refuses and (not dtypes or torch.float16 in dtypes):
@@ -148,6 +180,7 @@ class Machine(RuleBasedStateMachine):
         scaler, made = self.scalers[ours], False
         scale, grows = scaler.get_scale(), scaler.state_dict()["_growth_tracker"] + 1 == GROWTH_INTERVAL
         infinite = self.group is None and any(not bool(side.params[row].grad.isfinite().all()) for row in side.live())
+        dropped = any(each.has_dropped for each in self.sides)
         skips, call = [side.skips for side in self.sides], lambda: scaler.step(self.group or side.optimizer)
         if self.group is not None:
             divisor = torch.tensor(scale, dtype=torch.float32)
@@ -170,7 +203,7 @@ class Machine(RuleBasedStateMachine):
             )
         if made:
             side.attempt(scaler.update)
-            overflow = skips != [side.skips for side in self.sides] if ours else infinite
+            overflow = dropped or skips != [side.skips for side in self.sides] if ours else infinite
             assert scaler.get_scale() == scale * (0.5 if overflow else 2.0 if grows else 1.0)
         else:
             del self.scalers[ours]
@@ -307,6 +340,26 @@ class Machine(RuleBasedStateMachine):
             model.load_state_dict(weights)
         for row in bare if earlier else ():
             own.wrote(row)
+
+    @rule(side=draws.SIDES, states=st.sampled_from([torch.float32, torch.bfloat16, "8bit"]),
+          masters=st.sampled_from(draws.MASTERS["bf16"]))  # fmt: skip
+    def convert(self, side: int, states: Any, masters: str | None) -> None:
+        """A checkpoint of now into a fresh optimizer of another format, whose first step is skipped."""
+        own = self.side(side)
+        if own.foreign or own.phase != "idle" or own.handle is not None or self.group is not None:
+            return
+        states = torch.bfloat16 if own.config["options"].get("amsgrad") else states  # which 8 bits do not serve
+        for param in own.params:
+            param.grad = None
+        saved, known = copy.deepcopy(own.optimizer.state_dict()), own.optimizer
+        own.settings |= {"state_dtype": states, "state_dtype_min_numel": 4}
+        if all(param.dtype == torch.bfloat16 for param in own.params):
+            own.settings["master_weights"] = own.masters = masters
+        own.optimizer = own.build([{"params": list(g["params"]), "lr": 9.0} for g in known.param_groups])
+        own.optimizer.max_grad_norm = known.max_grad_norm
+        own.saved, own.skips = None, 0  # a checkpoint of the old format would be converted by a step that is made
+        own.attempt(lambda: own.optimizer.load_state_dict(saved))
+        own.skip_converting()
 
     @rule(pickled=draws.flags)
     def copy(self, pickled: bool) -> None:

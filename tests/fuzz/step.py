@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuzz.bounds import BF16, FP32, SMALLEST, UNIT, Bounded, norm_of, predicted
+from fuzz.bounds import BF16, FP32, SECOND_MOMENTS, SMALLEST, TINY, UNIT, Bounded, norm_of, predicted
 from fuzz.draws import number_of
 from fuzz.subject import KNOWN, Refusal
 from fuzz.window import Windows
@@ -102,6 +102,44 @@ class Side(Windows):
             assert same, "step() without a window has written or exchanged p.grad"
         return True
 
+    def skip_converting(self) -> None:
+        """A step after an overflow: it writes nothing, but brings loaded states into their formats, to nearest."""
+        before = [self.state_of(row) for row in range(len(self.params))]
+        halves = [param.detach().clone() for param in self.params]
+        for param in self.params:
+            if param.grad_dtype == torch.float64:
+                param.grad_dtype = param.dtype
+            param.grad = torch.zeros_like(param, dtype=param.grad_dtype or param.dtype, requires_grad=False)
+        self.optimizer.found_inf = torch.ones((), dtype=FP32)
+        try:
+            self.attempt(self.optimizer.step)
+        finally:
+            del self.optimizer.found_inf
+        self.skips += 1
+        kind = self.settings["state_dtype"]
+        for row, (param, state) in enumerate(zip(self.params, self.states, strict=True)):
+            param.grad = None
+            masters = self.masters if param.dtype == BF16 else "whole"
+            want = Bounded.exact(halves[row] if masters is None else self.full[row])
+            want = want.rounded(2.0**-16) if masters == "split8" else want  # half of one in the 16th bit
+            want.check(self.actual(row), f"parameter {row}, converted")
+            now = self.state_of(row)
+            assert before[row].keys() <= now.keys(), f"a conversion lost states of parameter {row}"
+            for name, value in before[row].items():
+                bound = Bounded.exact(value)
+                if name != "step" and kind == BF16:
+                    bound = bound.rounded(UNIT[BF16])
+                elif name != "step" and kind == "8bit" and value.numel():
+                    # A code has 4 bits of mantissa over its distance from 2^-7 (a second moment's 2^-15) of its block's
+                    # scale, which is not above the largest value; the smallest second moment is 2^-17 of it.
+                    second, largest = name in SECOND_MOMENTS, value.abs().max()
+                    size = value.abs() + largest * 2.0 ** (-15 if second else -7)
+                    bound.error += size / 32 + second * largest * 2.0**-17 + TINY
+                bound.check(now[name], f"state {name} of parameter {row}, converted")
+                if name in state:
+                    state[name] = now[name]
+            self.full[row] = self.actual(row).clone()
+
     def _grad_bits(self, row: int) -> Any:
         grad = self.params[row].grad
         return grad.double().nan_to_num(7e7).tolist() if grad.layout == torch.strided else None
@@ -176,6 +214,7 @@ def step_together(
         norm = math.nan if found and side.is_bad_mean() else norm
         if side.entered:  # its micro-batch ends here
             side.sums, side.count, side.entered, side.part = dict(found), 1, False, {}
+            side.arrived += 1
     skips = for_scaler or sides[0].settings["nonfinite"] != "propagate"
     common = norm, error, skips and not norm < math.inf, limit
     options = {"common": common, "for_scaler": for_scaler}

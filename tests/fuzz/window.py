@@ -88,12 +88,19 @@ class Windows(Subject):
         """Whether a micro-batch that is not finite is left out."""
         return self.settings.get("nonfinite") == "drop"
 
+    def is_lost(self, grads: dict[int, Bounded], weight: Any) -> bool:
+        """Whether a micro-batch is left out as not finite, and not by its weight of 0 already."""
+        is_finite = all(bool(each.value.isfinite().all()) for each in grads.values())
+        return self.drops and not is_finite and (weight is None or float(weight) != 0)
+
     def fold(self, grads: dict[int, Bounded], weight: Any, *, last: bool, in_loss: bool) -> None:
         """The model's fold. Gradients that are weighted in the loss come so."""
         is_number, number = not isinstance(weight, Tensor), 1.0 if weight is None else float(weight)
         if self.drops and grads and not (is_number and number == 0):  # the device knows what is left
             is_number, number = False, number if all(bool(g.value.isfinite().all()) for g in grads.values()) else 0.0
+            self.has_dropped |= self.is_lost(grads, weight)
         self.phase, self.weighted, self.entered, self.part = "open", weight is not None, False, {}
+        self.arrived += 1
         self.of_tensors |= not is_number
         if number and not self.total:
             self.unit = 1.0 if in_loss else number
@@ -130,13 +137,12 @@ class Windows(Subject):
         refusal = self.fold_refusal(weight, last=last, in_loss=False)
         bits = {row: self.params[row].grad.detach().clone() for row in self.live()} if refusal is None else {}
         grads = {row: Bounded.exact(grad) for row, grad in bits.items() if row not in self.part} | self.part
-        is_left = not self.drops or all(bool(each.value.isfinite().all()) for each in grads.values())
+        is_left = not self.is_lost(grads, weight)
         is_alone = last and self.count == 0 and not self.part
         is_itself = is_left and is_alone and not isinstance(weight, Tensor)
         dropped = int(self.optimizer.dropped_micro_batches)
         if self.attempt(lambda: self.optimizer.accumulate(weight, last=last), refusal):
-            is_looked_at = is_left or (not isinstance(weight, Tensor) and weight == 0)
-            assert is_looked_at or int(self.optimizer.dropped_micro_batches) == dropped + 1, "dropped_micro_batches"
+            assert int(self.optimizer.dropped_micro_batches) == dropped + (not is_left), "dropped_micro_batches"
             if self.kept is not None:
                 self.kept.fill_(5.0)
             self.fold(grads, weight, last=last, in_loss=False)

@@ -125,6 +125,32 @@ def test_a_scaler_backs_off_once_for_a_window_whose_rest_steps(backend: str, kin
     assert scaler.get_scale() == 2.0**9
 
 
+@pytest.mark.parametrize("call", ["accumulate", "backward"])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_weight_of_0_leaves_out_what_is_not_finite_and_no_scaler_hears_of_it(
+    backend: str, on_device: bool, call: str
+) -> None:
+    """The masked mean of an empty micro-batch is NaN, with any loss scale."""
+    param = torch.zeros(3, requires_grad=True)
+    optimizer = af.SGD([param], lr=1.0, backend=backend, nonfinite="drop")
+    scaler = af.GradScaler("cpu", init_scale=2.0**4)
+    for step in range(1, 4):
+        for empty in (step % 2, (step + 1) % 2, 1):  # at the window's beginning, and later
+            loss = scaler.scale((param * (math.nan if empty else 1.0)).sum())
+            weight: Any = 0.0 if empty else 5.0
+            weight = torch.tensor(weight) if on_device else weight
+            if call == "backward":
+                optimizer.backward(loss, weight)
+            else:
+                loss.backward()
+                optimizer.accumulate(weight)
+        scaler.step(optimizer)
+        scaler.update()
+        assert param.tolist() == [-float(step)] * 3
+    assert scaler.get_scale() == 2.0**4
+    assert int(optimizer.dropped_micro_batches) == 0
+
+
 @pytest.mark.parametrize("kind", ["open", "closed", "group"])
 def test_torchs_scaler_is_refused_before_it_writes_a_weight(backend: str, kind: str) -> None:
     params = [torch.zeros(3, requires_grad=True) for _ in range(2 if kind == "group" else 1)]
