@@ -50,6 +50,7 @@ bench-smoke: $(VENV)/test.stamp
 numerics: $(VENV)/bench.stamp
 	$(RUN) -m bench.numerics.weights $(ARGS)
 	$(RUN) -m bench.numerics.moments $(ARGS)
+	$(RUN) -m bench.numerics.sums $(ARGS)
 
 # The site of docs/, in build/site. A link that leads nowhere is an error.
 docs: $(VENV)/docs.stamp

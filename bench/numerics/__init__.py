@@ -1,1 +1,1 @@
-"""What each storage format costs in accuracy: two studies, each a script. Nothing here is timed."""
+"""What each storage format costs in accuracy: three studies, each a script. Nothing here is timed."""
