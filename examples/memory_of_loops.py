@@ -40,6 +40,13 @@ LOOPS: dict[str, tuple[torch.dtype, Callable[[Any], torch.optim.Optimizer], bool
     "bf16: released, 8-bit states, no masters": (
         torch.bfloat16, lambda p: af.AdamW(p, max_grad_norm=1.0, state_dtype="8bit", master_weights=None), True,
     ),
+    "bf16: released, 8-bit states, no masters, bf16 sums": (
+        torch.bfloat16,
+        lambda p: af.AdamW(
+            p, max_grad_norm=1.0, state_dtype="8bit", master_weights=None, sum_dtype=torch.bfloat16
+        ),
+        True,
+    ),
 }  # fmt: skip
 
 
