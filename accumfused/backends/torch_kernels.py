@@ -60,7 +60,8 @@ class TorchBackend:
         for batch in self._batches(plan, WHOLE, exact):
             add(batch.of(fold.sums), batch.of(fold.grads), factor, before, fold.overwrites)
         if any(rounded):
-            _add_and_round(plan, fold, self._batches(plan, _cached(plan), rounded))
+            size = _cached(plan) // 4  # noise takes more memory
+            _add_and_round(plan, fold, self._batches(plan, size, rounded))
         commit.end()
 
     def norm(self, plan: Plan, grads: Grads | None, partials: Tensor | None, scaling: Scaling) -> Outcome:
