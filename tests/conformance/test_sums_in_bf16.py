@@ -29,7 +29,7 @@ from accumfused.formats.numeric import CHUNK
 # Triton 3.6 makes numbers of numpy's arrays of one element.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
-COMPILED = [*INSTRUCTION_SETS]
+COMPILED = [*INSTRUCTION_SETS, "emulated"]
 EVERYWHERE = ["reference", *COMPILED, *INTERPRETED, "torch"]
 BF16 = torch.bfloat16
 
