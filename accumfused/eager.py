@@ -1,7 +1,7 @@
 """What torch offers for eager code, without the Python that a small step would notice.
 
-`uncompiled` does what torch.compiler.disable does without its wrapper, which takes 1.4 us a call; `no_grad` takes 0.3
-us in place of 2.3 (an EPYC, 2 cores).
+`uncompiled` does what torch.compiler.disable does without its wrapper, which takes 1.4 us a call; `without_grad` takes
+0.3 us in place of 2.3 (an EPYC, 2 cores).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 
 
 def uncompiled(function: _Function) -> _Function:
@@ -27,14 +28,14 @@ def uncompiled(function: _Function) -> _Function:
     return function
 
 
-class no_grad:  # noqa: N801  # as torch's
-    """A block without autograd, as torch.no_grad()."""
+def without_grad(function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+    """Calls a function without autograd.
 
-    __slots__ = ("_before",)
-
-    def __enter__(self) -> None:
-        self._before = torch.is_grad_enabled()
+    Ctrl-C may come after any call: in torch.no_grad() it may leave autograd off for good, here it does not.
+    """
+    before = torch.is_grad_enabled()
+    try:
         torch._C._set_grad_enabled(False)  # noqa: SLF001
-
-    def __exit__(self, *exception: object) -> None:
-        torch._C._set_grad_enabled(self._before)  # noqa: SLF001
+        return function(*args, **kwargs)
+    finally:
+        torch._C._set_grad_enabled(before)  # noqa: SLF001

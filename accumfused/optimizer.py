@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
 from accumfused.arguments import checked_positive, checked_weight, checked_whole
+from accumfused.core.engine import Engine
 from accumfused.core.metrics import Metrics
 from accumfused.core.noise import NoiseEstimate
+from accumfused.core.norm import Measured
 from accumfused.core.protocol import Divisors
 from accumfused.core.window import refuse_stock_scaler
-from accumfused.eager import no_grad, uncompiled
+from accumfused.eager import uncompiled, without_grad
 from accumfused.settings import setting_like
 from accumfused.torch_optimizer import TorchOptimizer
 from accumfused.warn import warn_after_step
@@ -83,8 +85,7 @@ class FusedOptimizer(TorchOptimizer):
             ValueError: a negative or non-finite weight; weights that are all zero; weights for some micro-batches only.
             TypeError: a weight, parameter or gradient of a wrong type.
         """
-        with no_grad():
-            self._engine.fold(checked_weight(weight), in_loss=False, last=last)
+        without_grad(self._engine.fold, checked_weight(weight), in_loss=False, last=last)
 
     @uncompiled
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, last: bool = False) -> None:
@@ -116,8 +117,7 @@ class FusedOptimizer(TorchOptimizer):
             else engine.during_backward.expecting(weight, last)
         ):
             (loss * weight if in_loss and weight is not None else loss).backward()  # type: ignore[no-untyped-call]
-        with no_grad():
-            engine.fold(weight, in_loss=in_loss, last=last)
+        without_grad(engine.fold, weight, in_loss=in_loss, last=last)
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None, *, normalizer: float | Tensor | None = None) -> Any:
@@ -157,11 +157,7 @@ class FusedOptimizer(TorchOptimizer):
                 loss = closure()
         engine.outcome = None
         divisors = Divisors.of(self, normalizer, engine.scaler_divisors)
-        with no_grad():
-            measured = engine.measure(divisors)
-            if measured is not None:
-                engine.refuse_nonfinite(measured, divisors)
-            engine.finish(measured)
+        measured = without_grad(_step, engine, divisors)
         if measured is not None:
             warn_after_step(measured.failures)
         return loss
@@ -353,6 +349,15 @@ def check_fused(optimizer: Any, caller: str) -> None:
 def _makes_states(optimizer: FusedOptimizer) -> bool:
     """Tells whether torch.distributed.checkpoint steps to make states: there are none, and all learning rates are 0."""
     return not optimizer.state and all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
+
+
+def _step(engine: Engine, divisors: Divisors) -> Measured | None:
+    """Makes a step; None: there is no gradient."""
+    measured = engine.measure(divisors)
+    if measured is not None:
+        engine.refuse_nonfinite(measured, divisors)
+    engine.finish(measured)
+    return measured
 
 
 def _holds(dtype: torch.dtype, weight: float | Tensor) -> bool:

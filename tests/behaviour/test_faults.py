@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -254,3 +255,26 @@ def check_saved(run: Run, call: Callable[[Run], None], wanted: dict[str, Tensor]
     seeds = {name for name in wanted if "seed" in name}  # another optimizer's
     if not seeds:
         assert_all_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("call", ["accumulate", "step"])
+def test_ctrl_c_leaves_autograd_on(call: str) -> None:
+    """A signal comes after a call: here after the one that has turned autograd off."""
+    run = Run(adamw(), steps=1)
+    came = []
+
+    def interrupt(_: Any, event: str, function: Any) -> None:
+        if event == "c_return" and function.__name__ == "_set_grad_enabled" and not came:
+            came.append(event)
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            getattr(run.optimizer, call)()
+    finally:
+        sys.setprofile(None)
+        is_on = torch.is_grad_enabled()
+        torch.set_grad_enabled(True)
+    assert is_on
+    getattr(run.optimizer, call)()
