@@ -35,7 +35,7 @@ def test_the_tables_of_the_page_are_those_of_the_script() -> None:
 
 def test_the_settings_to_paste_are_those_of_the_tables() -> None:
     code = "\n".join(re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
-    values = [node.value for node in ast.parse(code).body if isinstance(node, ast.Assign)]
+    values = [node.value for node in ast.parse(code).body if isinstance(node, (ast.Assign, ast.AnnAssign))]
     pasted = [value for value in values if isinstance(value, ast.Dict)]
     assert [eval(ast.unparse(value), {"torch": torch}) for value in pasted] == [what_fits.SETTINGS]
 
