@@ -13,7 +13,7 @@ import torch
 from compare import assert_all_same_bits
 from device import NoReads
 from layouts import PIECE, edges, shifted
-from places import INSTRUCTION_SETS, INTERPRETED, Place
+from places import INSTRUCTION_SETS, INTERPRETED, ON_GPU, Place
 from problems import GRADS, LOOPS, TAILS, Problem, assert_conforms, bare_plan, expected, play, problems
 from reference import ReferenceBackend
 from torch import Tensor
@@ -29,7 +29,7 @@ from accumfused.formats.numeric import CHUNK
 # Triton 3.6 makes numbers of numpy's arrays of one element.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
-COMPILED = [*INSTRUCTION_SETS, "emulated"]
+COMPILED = [*INSTRUCTION_SETS, "emulated", *ON_GPU]
 EVERYWHERE = ["reference", *COMPILED, *INTERPRETED, "torch"]
 BF16 = torch.bfloat16
 
