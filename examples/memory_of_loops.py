@@ -118,11 +118,11 @@ def in_a_process(loop: str, samples: int, layers: int) -> tuple[float, int]:
 def main(layers: int, sizes: Sequence[int]) -> dict[str, list[float]]:
     """For each loop the peaks in MB at these sizes of micro-batch, and the first one in bytes per parameter."""
     found = {}
-    print(f"{'peak, MB':42}{'samples:':>8}", *(f"{size:7}" for size in sizes), " bytes per parameter", sep="")
+    print(f"{'peak, MB':46}{'samples:':>8}", *(f"{size:7}" for size in sizes), " bytes per parameter", sep="")
     for loop in LOOPS:
         peaks, parameters = zip(*(in_a_process(loop, size, layers) for size in sizes), strict=True)
         found[loop] = [*(peak / 1e6 for peak in peaks), peaks[0] / parameters[0]]
-        print(f"{loop:50}", *(f"{peak / 1e6:7.0f}" for peak in peaks), f"{found[loop][-1]:20.1f}", sep="", flush=True)
+        print(f"{loop:54}", *(f"{peak / 1e6:7.0f}" for peak in peaks), f"{found[loop][-1]:20.1f}", sep="", flush=True)
     return found
 
 
