@@ -192,10 +192,11 @@ class TorchOptimizer(torch.optim.Optimizer):
             for param, entries in formatted.items():
                 self.state[param].update(entries)
             engine.plans.forget()
+            history.resume(engine, histories)
             engine.end_window()  # a closed one: its gradients are not those of the checkpoint either
             if window is not None:
+                window.noise = engine.window.noise
                 engine.window = window
-            history.resume(engine, histories)
             is_complete = True
 
         with _own_hooks(self, check, complete):
