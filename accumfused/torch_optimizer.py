@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,7 @@ from accumfused import accepted, backends
 from accumfused.core.engine import Engine
 from accumfused.core.plan import Plan
 from accumfused.core.plans import Surroundings, rule_of
-from accumfused.core.protocol import Backend, Exchange, OwnStep
+from accumfused.core.protocol import Backend, Exchange, OwnStep, run
 from accumfused.core.window import Phase, Window
 from accumfused.distributed import exchange, groups
 from accumfused.distributed.wrapping import Wrappers
@@ -167,7 +168,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         window: Window | None = None
         formatted: dict[Tensor, dict[str, Tensor]] = {}
         histories: history.Histories = {}
-        is_checked = is_complete = False
+        is_checked, completed = False, list[bool]()
         before = {"state": self.state, "param_groups": self.param_groups}
 
         def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
@@ -188,16 +189,15 @@ class TorchOptimizer(torch.optim.Optimizer):
             return loaded
 
         def complete(_: torch.optim.Optimizer) -> None:
-            nonlocal is_complete
             for param, entries in formatted.items():
                 self.state[param].update(entries)
             engine.plans.forget()
             history.resume(engine, histories)
             engine.end_window()  # a closed one: its gradients are not those of the checkpoint either
+            calls = [] if window is None else [partial(setattr, engine, "window", window)]
             if window is not None:
                 window.noise = engine.window.noise
-                engine.window = window
-            is_complete = True
+            run([*calls, partial(completed.append, True)])  # no Ctrl-C comes in between
 
         with _own_hooks(self, check, complete):
             self.register_load_state_dict_pre_hook(check)  # after the user's hooks, which may edit the checkpoint
@@ -205,7 +205,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             try:
                 super().load_state_dict(state_dict)
             except BaseException:
-                if not is_complete:  # torch may have put a part in place
+                if not completed:  # torch may have put a part in place
                     vars(self).update(before)
                     if is_checked:
                         with checkpoint.refusing():
