@@ -339,8 +339,8 @@ class Engine:
             )
         self.drop()  # a closed window, whose gradients model.zero_grad() has released
         self.plans.release()
-        kept = self.window
-        self.window = Window(habits=kept.habits, grad_dtypes=kept.grad_dtypes, noise=kept.noise)
+        habits, grad_dtypes, noise = self.window.habits, self.window.grad_dtypes, self.window.noise
+        self.window = Window(habits=habits, grad_dtypes=grad_dtypes, noise=noise)  # the sums are freed here
         return_freed()
 
     # ---- the coefficient -------------------------------------------------------------------------------------------
