@@ -48,7 +48,7 @@ torch.set_num_threads(1)
 for dtype in (torch.float32, torch.bfloat16):
     params = [torch.nn.Parameter(torch.zeros(2**18, dtype=dtype)) for _ in range(48)]
     optimizer = af.SGD(params, lr=0.1, master_weights=None)
-    hole, above = [torch.zeros(2**18) for _ in range(64)], torch.zeros(2**10)
+    hole, above = [torch.zeros(2**18) for _ in range(128)], torch.zeros(2**10)
     del hole  # where the sums of 16 bits, one block, have room in the heap
     found = []
     for window in range(3):
