@@ -1,13 +1,7 @@
 """Muon: momentum, orthogonalized, for the matrices of hidden layers; AdamW for all other parameters.
 
-    m <- momentum m + (1 - momentum) g
-    d <- momentum m + (1 - momentum) g          (without nesterov: m)
-    X <- d / max(|d|, eps), orthogonalized: see newton_schulz.py
-    p <- p (1 - lr weight_decay) - lr ratio X
-
-Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), in torch's form; "match_rms_adamw": Liu et al. 2025
-(arXiv:2502.16982). X is bf16, as in torch. The first and the last line are rules, which every backend runs; torch
-multiplies matrices between them.
+The class has the formula. X is bf16, as in torch. The formula's first two lines are one rule and its last line another,
+which every backend runs; torch multiplies matrices between them.
 """
 
 from __future__ import annotations
@@ -256,6 +250,14 @@ def _check_iteration(group: Mapping[str, Any]) -> None:
 @takes_settings
 class Muon(FusedOptimizer, TorchMuon):
     """Muon for matrices, and AdamW for all other parameters, with one window, one norm and one clip over both.
+
+        m <- momentum m + (1 - momentum) g
+        d <- momentum m + (1 - momentum) g          (without nesterov: m)
+        X <- d / max(|d|, eps), orthogonalized by ns_steps Newton-Schulz iterations
+        p <- p (1 - lr weight_decay) - lr ratio X
+
+    Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), in torch's form; "match_rms_adamw": Liu et al. 2025
+    (arXiv:2502.16982).
 
     Without groups of AdamW's it replaces `torch.optim.Muon`: same arguments, group keys, state names and checkpoints.
     Groups with `use_muon=False` take AdamW's options, defaults and states. Give them embeddings, output layers, gains

@@ -1,11 +1,4 @@
-"""SGD, with momentum.
-
-    g <- g + weight_decay * p
-    b <- momentum * b + (1 - dampening) * g            (the first step sets b = g)
-    p <- p - lr * (nesterov ? g + momentum * b : b)     (without momentum: p - lr * g)
-
-torch's form of Sutskever et al. 2013 ("On the importance of initialization and momentum in deep learning").
-"""
+"""SGD, with momentum. The class has the formula."""
 
 from __future__ import annotations
 
@@ -58,7 +51,13 @@ class NesterovRule(MomentumRule):
 
 @takes_settings
 class SGD(FusedOptimizer, TorchSGD):
-    """SGD, with accumulation, unscaling and clipping in the same pass.
+    """SGD, with momentum, with accumulation, unscaling and clipping in the same pass.
+
+        g <- g + weight_decay * p
+        b <- momentum * b + (1 - dampening) * g            (the first step sets b = g)
+        p <- p - lr * (nesterov ? g + momentum * b : b)     (without momentum: p - lr * g)
+
+    torch's form of Sutskever et al. 2013 ("On the importance of initialization and momentum in deep learning").
 
     It replaces `torch.optim.SGD`: same arguments, group keys, state names and checkpoints (with momentum, the state
     also counts steps).
@@ -66,9 +65,9 @@ class SGD(FusedOptimizer, TorchSGD):
     Args:
         params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.
-        **settings: those of `accumfused.settings.Settings`.
         foreach, fused: unused; the groups keep them, because torch's own optimizer reads them.
         differentiable: not supported.
+        **settings: those of `accumfused.settings.Settings`.
 
     Raises:
         ValueError, TypeError: wrong hyper-parameters, with torch's texts; wrong settings; parameters of other dtypes.
