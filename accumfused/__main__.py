@@ -1,6 +1,6 @@
 """`accumfused doctor`, or `python -m accumfused`, lists the backends that run here, and why others do not.
 
-Put its output into a bug report.
+Put its output into a bug report, at the repository that your copy came from.
 `accumfused audit train.py` says whether a script's updates are those of the large batch.
 """
 
@@ -114,7 +114,8 @@ def main() -> None:
         sys.exit(script.main(sys.argv[2:], PEERS))
     parser = argparse.ArgumentParser(
         prog="accumfused",
-        description="Lists the backends that run here, and why others do not. Put its output into a bug report.",
+        description="Lists the backends that run here, and why others do not. Put its output into a bug report, at the "
+        "repository that your copy came from.",
         epilog="accumfused audit train.py [args] says whether a script's updates are those of the large batch.",
     )
     parser.add_argument("command", nargs="?", choices=["doctor"], help="the same as without")
