@@ -9,7 +9,7 @@ from torch.optim.adadelta import Adadelta as TorchAdadelta
 from typing_extensions import Unpack
 
 from accumfused.optimizer import FusedOptimizer
-from accumfused.rules import Rule, sqrt, where
+from accumfused.rules import Rule, Symbol, sqrt, where
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
 
@@ -22,7 +22,7 @@ class AdadeltaRule(Rule):
     hypers = ("lr", "rho", "eps", "weight_decay", "maximize")
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         square_avg, acc_delta = states
         g = where(h.weight_decay != 0, g + p * h.weight_decay, g)
         square_avg = square_avg * h.rho + (g * g) * (1.0 - h.rho)

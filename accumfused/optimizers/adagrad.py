@@ -10,7 +10,7 @@ from torch.optim.adagrad import Adagrad as TorchAdagrad
 from typing_extensions import Unpack
 
 from accumfused.optimizer import FusedOptimizer
-from accumfused.rules import Rule, sqrt, where
+from accumfused.rules import Rule, Symbol, sqrt, where
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
 
@@ -24,7 +24,7 @@ class AdagradRule(Rule):
     hypers = ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value", "maximize")
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         g = where(h.weight_decay != 0, g + p * h.weight_decay, g)
         total = where(step == 1, h.initial_accumulator_value, states[0]) + g * g
         rate = h.lr / (1.0 + (step - 1.0) * h.lr_decay)

@@ -11,7 +11,7 @@ from torch.optim.adamw import AdamW as TorchAdamW
 from typing_extensions import Unpack
 
 from accumfused.optimizer import FusedOptimizer
-from accumfused.rules import MAXIMUM_RATCHETS, Rule, agree, float32, maximum, named, power, sqrt, where
+from accumfused.rules import MAXIMUM_RATCHETS, Rule, Symbol, agree, float32, maximum, named, power, sqrt, where
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
 
@@ -31,7 +31,7 @@ class AdamRule(Rule):
     }  # fmt: skip
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         exp_avg, exp_avg_sq, *maximum_so_far = states
         is_decoupled = h.decoupled_weight_decay != 0
         weight_decay = where(is_decoupled, 0.0, h.weight_decay)

@@ -9,7 +9,7 @@ from torch.optim.adamax import Adamax as TorchAdamax
 from typing_extensions import Unpack
 
 from accumfused.optimizer import FusedOptimizer
-from accumfused.rules import MAXIMUM_RATCHETS, Rule, maximum, power, where
+from accumfused.rules import MAXIMUM_RATCHETS, Rule, Symbol, maximum, power, where
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
 
@@ -22,7 +22,7 @@ class AdamaxRule(Rule):
     needs_16_bits = MAXIMUM_RATCHETS
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         exp_avg, exp_inf = states
         g = where(h.weight_decay != 0, g + p * h.weight_decay, g)
         exp_avg = exp_avg * h.beta1 + g * (1.0 - h.beta1)

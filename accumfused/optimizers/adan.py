@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from accumfused.clip import LIMIT
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.making import construct
-from accumfused.rules import Rule, power, sqrt, where
+from accumfused.rules import Rule, Symbol, power, sqrt, where
 from accumfused.settings import SettingArguments, takes_settings
 
 
@@ -26,7 +26,7 @@ class AdanRule(Rule):
     }  # fmt: skip
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         exp_avg, exp_avg_diff, neg_pre_grad, exp_avg_sq = states
         decay = h.lr * h.weight_decay
         diff = where(step == 1, 0.0, g + neg_pre_grad)

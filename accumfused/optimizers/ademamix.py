@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.making import construct
-from accumfused.rules import Rule, maximum, power, sqrt
+from accumfused.rules import Rule, Symbol, maximum, power, sqrt
 from accumfused.settings import SettingArguments, takes_settings
 
 
@@ -38,7 +38,7 @@ class AdEMAMixRule(Rule):
         return 0.0 if value is None else value
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         exp_avg_fast, exp_avg_slow, exp_avg_sq = states
         ramp = step / maximum(h.beta3_warmup, step)
         beta3 = power(h.beta3, 1.0 / ((1.0 - ramp) * h.half_life_ratio + ramp))

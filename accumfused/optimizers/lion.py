@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.making import construct
-from accumfused.rules import Rule, agree, sign, where
+from accumfused.rules import Rule, Symbol, agree, sign, where
 from accumfused.settings import SettingArguments, takes_settings
 
 
@@ -23,7 +23,7 @@ class LionRule(Rule):
     flags: ClassVar[Mapping[str, bool]] = {"is_cautious": False}
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         (exp_avg,) = states
         direction = exp_avg * h.beta1 + g * (1.0 - h.beta1)
         exp_avg = exp_avg * h.beta2 + g * (1.0 - h.beta2)

@@ -30,7 +30,7 @@ from accumfused.formats.numeric import chunk_count
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.adam import Adam
 from accumfused.optimizers.newton_schulz import orthogonalized
-from accumfused.rules import Rule, where
+from accumfused.rules import Rule, Symbol, where
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
 TorchMuon = torch.optim.Muon  # some programs put ours into its place
@@ -53,7 +53,7 @@ class MuonRule(Rule):
         return bool(group.get("use_muon", True))
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         (buffer,) = states
         rest = 1.0 - h.momentum
         buffer = buffer + (g - buffer) * rest
@@ -68,7 +68,7 @@ class OrthogonalRule(Rule):
     counts_steps = False
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         return (p * (1.0 - h.lr * h.weight_decay) - g * (h.lr * h.ratio),)
 
 

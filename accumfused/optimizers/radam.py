@@ -9,7 +9,7 @@ from torch.optim.radam import RAdam as TorchRAdam
 from typing_extensions import Unpack
 
 from accumfused.optimizer import FusedOptimizer
-from accumfused.rules import Rule, power, sqrt, where
+from accumfused.rules import Rule, Symbol, power, sqrt, where
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
 
@@ -22,7 +22,7 @@ class RadamRule(Rule):
     hypers = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         exp_avg, exp_avg_sq = states
         is_decoupled = h.decoupled_weight_decay != 0
         remaining = power(h.beta2, step)

@@ -10,7 +10,7 @@ from torch.optim.rmsprop import RMSprop as TorchRMSprop
 from typing_extensions import Unpack
 
 from accumfused.optimizer import FusedOptimizer
-from accumfused.rules import Rule, maximum, sqrt, where
+from accumfused.rules import Rule, Symbol, maximum, sqrt, where
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
 
@@ -24,7 +24,7 @@ class RmspropRule(Rule):
     flags: ClassVar[Mapping[str, bool]] = {"has_momentum": False, "centered": False}
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         *averages, square_avg = states
         g = where(h.weight_decay != 0, g + p * h.weight_decay, g)
         second = square_avg = square_avg * h.alpha + (g * g) * (1.0 - h.alpha)

@@ -23,7 +23,7 @@ from accumfused.core.protocol import Commit, Hypers, Number, Outcome, OwnStep, o
 from accumfused.core.rows import Grads
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.making import construct
-from accumfused.rules import Rule, float32, power, sqrt, where
+from accumfused.rules import Rule, Symbol, float32, power, sqrt, where
 from accumfused.saving import full_precision
 from accumfused.settings import SettingArguments, takes_settings
 
@@ -44,7 +44,7 @@ class ScheduleFreeRule(Rule):
         return group.get(name, 0.0) if name in cls.derived else super().hyper(group, name)
 
     @staticmethod
-    def moved(h: Any, step: Any, beta: Any, y: Any, z: Any, direction: Any) -> tuple[Any, Any]:
+    def moved(h: Any, step: Symbol, beta: Any, y: Symbol, z: Symbol, direction: Symbol) -> tuple[Symbol, Symbol]:
         """Computes the new y and z. The switch reads beta in fp32, so the step does too."""
         beta, last_beta = float32(beta), float32(h.last_beta)
         z = where((step == 1) | (h.weight_sum == 0), y, z)
@@ -64,7 +64,7 @@ class ScheduleFreeSgdRule(ScheduleFreeRule):
     }  # fmt: skip
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         return ScheduleFreeRule.moved(h, step, h.momentum, p, states[0], g)
 
 
@@ -81,7 +81,7 @@ class ScheduleFreeAdamWRule(ScheduleFreeRule):
     flags: ClassVar[Mapping[str, bool]] = {"has_inner_momentum": False}
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         z, *means, exp_avg_sq = states
         exp_avg_sq = exp_avg_sq * h.beta2 + (g * g) * (1.0 - h.beta2)
         if h.has_inner_momentum:

@@ -10,7 +10,7 @@ from torch.optim import sgd as torch_sgd
 from typing_extensions import Unpack
 
 from accumfused.optimizer import FusedOptimizer
-from accumfused.rules import Rule, where
+from accumfused.rules import Rule, Symbol, where
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
 TorchSGD = torch_sgd.SGD  # some programs put ours into its place
@@ -25,7 +25,7 @@ class SgdRule(Rule):
     flags: ClassVar[Mapping[str, bool]] = {"has_momentum": False}
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         g = where(h.weight_decay != 0, g + p * h.weight_decay, g)
         incoming = where(step == 1, 1.0, 1.0 - h.dampening)
         buffers = tuple(buffer * h.momentum + g * incoming for buffer in states)

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.making import construct
-from accumfused.rules import Rule, sign, where
+from accumfused.rules import Rule, Symbol, sign, where
 from accumfused.settings import SettingArguments, takes_settings
 
 
@@ -22,7 +22,7 @@ class SignumRule(Rule):
     bounds: ClassVar[Mapping[str, tuple[float, float]]] = {"momentum": (0.0, 1.0)}
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         (momentum_buffer,) = states
         g = where(h.weight_decay != 0, g + p * h.weight_decay, g)
         momentum_buffer = momentum_buffer * h.momentum + g * (1.0 - h.momentum)

@@ -201,6 +201,15 @@ assert_type(optimizer.grad_norm, torch.Tensor)
 kind: type[af.FusedOptimizer] = HeavySign
 af.ClipGroup([HeavySign(model.parameters(), 0.02, weight_decay=0.1), optimizer], max_grad_norm=1.0).step()
 optimizer.accumulate(wait=3)  # type: ignore
+
+
+class OtherRule(af.Rule):
+    name = "other"
+    hypers = {"lr": 1e-3}
+
+    @staticmethod
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
+        return (p - g.mean() * h.lr,)  # type: ignore
 """
 
 
