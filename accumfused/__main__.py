@@ -1,6 +1,6 @@
 """`accumfused doctor`, or `python -m accumfused`, lists the backends that run here, and why others do not.
 
-Put its output into a bug report, at the repository that your copy came from.
+Put its output into a bug report.
 `accumfused audit train.py` says whether a script's updates are those of the large batch.
 """
 
@@ -101,7 +101,8 @@ def as_text(facts: dict[str, Any]) -> str:
     for name, reason in facts["backends"].items():
         runs = f"runs ({COSTS[name]})" if name in COSTS else "runs"
         lines.append(f"  {name:<8}{runs if reason is None else 'does not run: ' + indented(reason)}")
-    return "\n".join([*lines, "", f"what to do next: {facts['next']}"])
+    place = "to report an error: put these lines into an issue at the repository that your copy came from"
+    return "\n".join([*lines, "", place, f"what to do next: {facts['next']}"])
 
 
 def indented(reason: str) -> str:
@@ -114,8 +115,7 @@ def main() -> None:
         sys.exit(script.main(sys.argv[2:], PEERS))
     parser = argparse.ArgumentParser(
         prog="accumfused",
-        description="Lists the backends that run here, and why others do not. Put its output into a bug report, at the "
-        "repository that your copy came from.",
+        description="Lists the backends that run here, and why others do not. Put its output into a bug report.",
         epilog="accumfused audit train.py [args] says whether a script's updates are those of the large batch.",
     )
     parser.add_argument("command", nargs="?", choices=["doctor"], help="the same as without")
