@@ -101,7 +101,8 @@ def as_text(facts: dict[str, Any]) -> str:
     for name, reason in facts["backends"].items():
         runs = f"runs ({COSTS[name]})" if name in COSTS else "runs"
         lines.append(f"  {name:<8}{runs if reason is None else 'does not run: ' + indented(reason)}")
-    return "\n".join([*lines, "", f"what to do next: {facts['next']}"])
+    place = "to report an error: put these lines into an issue at the repository that your copy came from"
+    return "\n".join([*lines, "", place, f"what to do next: {facts['next']}"])
 
 
 def indented(reason: str) -> str:

@@ -232,10 +232,5 @@ def takes_settings(target: Target) -> Target:
     return target
 
 
-def without_settings(text: str) -> str:
-    """Returns a docstring as it was before `takes_settings` wrote the descriptions into it."""
-    return text.replace(_described(), PLACE)
-
-
 def _described() -> str:
     return inspect.cleandoc(Settings.__doc__ or "").partition("Args:\n")[2] + "\n"

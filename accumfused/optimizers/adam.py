@@ -1,16 +1,4 @@
-"""Adam and AdamW.
-
-    m <- beta1 m + (1 - beta1) g
-    v <- beta2 v + (1 - beta2) g^2          (amsgrad: v_max <- max(v_max, v), used in place of v below)
-    p <- p (1 - lr weight_decay) - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-
-Adam adds weight_decay * p to g instead (L2). Kingma & Ba 2015 (arXiv:1412.6980); decoupled weight decay: Loshchilov &
-Hutter 2019 (arXiv:1711.05101); AMSGrad: Reddi et al. 2018 (arXiv:1904.09237).
-
-cautious moves p only where m and g have the same sign: Liang et al. 2024 (arXiv:2411.16085), without the scale by the
-share of such elements. cautious_weight_decay leaves out the decay where it would oppose the update: Chen et al. 2025
-(arXiv:2510.12402).
-"""
+"""Adam and AdamW. The classes have the formulas."""
 
 from __future__ import annotations
 
@@ -23,7 +11,7 @@ from torch.optim.adamw import AdamW as TorchAdamW
 from typing_extensions import Unpack
 
 from accumfused.optimizer import FusedOptimizer
-from accumfused.rules import MAXIMUM_RATCHETS, Rule, agree, float32, maximum, named, power, sqrt, where
+from accumfused.rules import MAXIMUM_RATCHETS, Rule, Symbol, agree, float32, maximum, named, power, sqrt, where
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
 
@@ -43,7 +31,7 @@ class AdamRule(Rule):
     }  # fmt: skip
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         exp_avg, exp_avg_sq, *maximum_so_far = states
         is_decoupled = h.decoupled_weight_decay != 0
         weight_decay = where(is_decoupled, 0.0, h.weight_decay)
@@ -95,6 +83,13 @@ class CautiousAdamRule(AdamRule):
 class Adam(FusedOptimizer, TorchAdam):
     """Adam, with accumulation, unscaling and clipping in the same pass.
 
+        g <- g + weight_decay * p
+        m <- beta1 m + (1 - beta1) g
+        v <- beta2 v + (1 - beta2) g^2          (amsgrad: v_max <- max(v_max, v), used in place of v below)
+        p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+    Kingma & Ba 2015 (arXiv:1412.6980); AMSGrad: Reddi et al. 2018 (arXiv:1904.09237).
+
     It replaces `torch.optim.Adam`: same arguments, group keys, state names and checkpoints.
 
     Args:
@@ -102,14 +97,15 @@ class Adam(FusedOptimizer, TorchAdam):
         lr, betas, eps, weight_decay, amsgrad, maximize: as in torch; weight_decay is L2. eps is 0 or at least 1e-16
             (1e-11 with 8-bit states; fp64 parameters take any): second moments below 2^-126 (in 8-bit blocks 2^-94) are
             stored as 0. With eps=0 gradients whose squares are smaller make steps that are too large.
-        **settings: those of `accumfused.settings.Settings`.
         foreach, fused, capturable: unused; the groups keep them, because torch's own optimizer reads them.
         differentiable: not supported.
         decoupled_weight_decay: as in torch: True makes it AdamW.
-        cautious: True moves only elements whose update and gradient have the same sign (arXiv:2411.16085), without the
-            paper's division by the share of such elements, which is a sum over the tensor: updates are smaller by it.
-        cautious_weight_decay: True leaves out the decay of elements that the update moves away from 0
-            (arXiv:2510.12402); needs decoupled weight decay. Groups have the key of an option only where it is on.
+        cautious: True moves only elements whose update and gradient have the same sign (Liang et al. 2024,
+            arXiv:2411.16085), without the paper's division by the share of such elements, which is a sum over the
+            tensor: updates are smaller by it.
+        cautious_weight_decay: True leaves out the decay of elements that the update moves away from 0 (Chen et al.
+            2025, arXiv:2510.12402); needs decoupled weight decay. Groups have the key of an option only where it is on.
+        **settings: those of `accumfused.settings.Settings`.
 
     Raises:
         ValueError, TypeError: wrong hyper-parameters, with torch's texts; wrong settings; parameters of other dtypes;
@@ -152,18 +148,25 @@ class Adam(FusedOptimizer, TorchAdam):
 
 @takes_settings
 class AdamW(Adam, TorchAdamW):
-    """AdamW: `Adam` with decoupled weight decay.
+    """AdamW, with accumulation, unscaling and clipping in the same pass: `Adam` with decoupled weight decay.
+
+        m <- beta1 m + (1 - beta1) g
+        v <- beta2 v + (1 - beta2) g^2          (amsgrad: v_max <- max(v_max, v), used in place of v below)
+        p <- p (1 - lr weight_decay) - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+    Loshchilov & Hutter 2019 (arXiv:1711.05101).
 
     It replaces `torch.optim.AdamW`: same arguments, group keys, state names and checkpoints.
 
     Args:
         params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
         lr, betas, eps, weight_decay, amsgrad, maximize: as in torch; parameters decay by 1 - lr * weight_decay. eps is
-            0 or at least 1e-16, as for `Adam`.
-        **settings: those of `accumfused.settings.Settings`.
+            0 or at least 1e-16 (1e-11 with 8-bit states), as for `Adam`.
         foreach, fused, capturable: unused; the groups keep them, because torch's own optimizer reads them.
         differentiable: not supported.
-        cautious, cautious_weight_decay: as `Adam`.
+        cautious: True moves only elements whose update and gradient have the same sign, as in `Adam`.
+        cautious_weight_decay: True leaves out the decay of elements that the update moves away from 0.
+        **settings: those of `accumfused.settings.Settings`.
 
     Raises:
         ValueError, TypeError, RuntimeError: as `Adam`.

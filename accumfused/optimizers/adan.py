@@ -1,16 +1,4 @@
-"""Adan: Adam with the gradient's change, by which it looks ahead as Nesterov does.
-
-    d <- g - g_before                        (0 in the first step)
-    m <- beta1 m + (1 - beta1) g
-    v <- beta2 v + (1 - beta2) d
-    n <- beta3 n + (1 - beta3) (g + beta2 d)^2
-    p <- (p - lr * (m / (1 - beta1^t) + beta2 * v / (1 - beta2^t)) / (sqrt(n) / sqrt(1 - beta3^t) + eps))
-         / (1 + lr weight_decay)
-
-With no_prox, p (1 - lr weight_decay) stands for p, and nothing divides. Xie et al. 2022, "Adan: Adaptive Nesterov
-Momentum Algorithm for Faster Optimizing Deep Models" (arXiv:2208.06677), with the authors' bias corrections and betas,
-which are 1 minus the paper's.
-"""
+"""Adan: Adam with the gradient's change, by which it looks ahead as Nesterov does. The class has the formula."""
 
 from __future__ import annotations
 
@@ -18,27 +6,17 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
+from typing_extensions import Unpack
 
 from accumfused.clip import LIMIT
 from accumfused.optimizer import FusedOptimizer
-from accumfused.optimizers.making import optimizer_of
-from accumfused.rules import Rule, power, sqrt, where
+from accumfused.optimizers.making import construct
+from accumfused.rules import Rule, Symbol, power, sqrt, where
+from accumfused.settings import SettingArguments, takes_settings
 
 
 class AdanRule(Rule):
-    """Adan, with accumulation, unscaling and clipping in the same pass.
-
-    Names, defaults and order of the arguments are those of the authors' code, and so are the states; a checkpoint of
-    theirs loads. The state also counts steps, for each parameter.
-
-    Args:
-        lr: the learning rate.
-        betas: the decays of the gradient's mean, of its change's mean, and of the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled, multiplied by lr.
-        no_prox: True decays before the update, as AdamW does; False decays by a division after it.
-    """
-
     name = "adan"
     states = ("exp_avg", "exp_avg_diff", "neg_pre_grad", "exp_avg_sq")
     second_moments = ("exp_avg_sq",)
@@ -48,7 +26,7 @@ class AdanRule(Rule):
     }  # fmt: skip
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         exp_avg, exp_avg_diff, neg_pre_grad, exp_avg_sq = states
         decay = h.lr * h.weight_decay
         diff = where(step == 1, 0.0, g + neg_pre_grad)
@@ -84,4 +62,55 @@ class LoadsTheAuthors(FusedOptimizer):
                     self.state[param].setdefault("step", torch.tensor(float(steps), device=param.device))
 
 
-Adan = optimizer_of(AdanRule, base=LoadsTheAuthors)
+@takes_settings
+class Adan(LoadsTheAuthors):
+    """Adan, Adam with the gradient's change, with accumulation, unscaling and clipping in the same pass.
+
+        d <- g - g_before                        (0 in the first step)
+        m <- beta1 m + (1 - beta1) g
+        v <- beta2 v + (1 - beta2) d
+        n <- beta3 n + (1 - beta3) (g + beta2 d)^2
+        p <- (p - lr * (m / (1 - beta1^t) + beta2 * v / (1 - beta2^t)) / (sqrt(n) / sqrt(1 - beta3^t) + eps))
+             / (1 + lr weight_decay)
+
+    With no_prox, p (1 - lr weight_decay) stands for p, and nothing divides. Xie et al. 2022, "Adan: Adaptive Nesterov
+    Momentum Algorithm for Faster Optimizing Deep Models" (arXiv:2208.06677), with the authors' bias corrections and
+    betas, which are 1 minus the paper's.
+
+    Names, defaults and order of the arguments are those of the authors' code, and so are the states; a checkpoint of
+    theirs loads. The state also counts steps, for each parameter.
+
+    Args:
+        params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
+        lr: the learning rate.
+        betas: the decays of the gradient's mean, of its change's mean, and of the second moment.
+        eps: added to the root of the second moment; 0 or at least 1e-16 (1e-11 with 8-bit states), as for `Adam`.
+        weight_decay: decoupled, multiplied by lr.
+        no_prox: True decays before the update, as AdamW does; False decays by a division after it.
+        maximize: True ascends instead of descending.
+        **settings: those of `accumfused.settings.Settings`.
+
+    Raises:
+        ValueError, TypeError: wrong hyper-parameters; wrong settings; parameters of other dtypes.
+        RuntimeError: a backend asked for by name cannot run.
+    """
+
+    rules = (AdanRule,)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor, float | Tensor] = (0.98, 0.92, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        no_prox: bool = False,
+        maximize: bool = False,
+        **settings: Unpack[SettingArguments],
+    ) -> None:
+        arguments = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "no_prox": no_prox,
+            "maximize": maximize,
+        }  # fmt: skip
+        construct(self, params, arguments, settings)

@@ -1,13 +1,7 @@
 """Muon: momentum, orthogonalized, for the matrices of hidden layers; AdamW for all other parameters.
 
-    m <- momentum m + (1 - momentum) g
-    d <- momentum m + (1 - momentum) g          (without nesterov: m)
-    X <- d / max(|d|, eps), orthogonalized: see newton_schulz.py
-    p <- p (1 - lr weight_decay) - lr ratio X
-
-Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), in torch's form; "match_rms_adamw": Liu et al. 2025
-(arXiv:2502.16982). X is bf16, as in torch. The first and the last line are rules, which every backend runs; torch
-multiplies matrices between them.
+The class has the formula. X is bf16, as in torch. The formula's first two lines are one rule and its last line another,
+which every backend runs; torch multiplies matrices between them.
 """
 
 from __future__ import annotations
@@ -36,7 +30,7 @@ from accumfused.formats.numeric import chunk_count
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.adam import Adam
 from accumfused.optimizers.newton_schulz import orthogonalized
-from accumfused.rules import Rule, where
+from accumfused.rules import Rule, Symbol, where
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
 TorchMuon = torch.optim.Muon  # some programs put ours into its place
@@ -59,7 +53,7 @@ class MuonRule(Rule):
         return bool(group.get("use_muon", True))
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         (buffer,) = states
         rest = 1.0 - h.momentum
         buffer = buffer + (g - buffer) * rest
@@ -74,7 +68,7 @@ class OrthogonalRule(Rule):
     counts_steps = False
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         return (p * (1.0 - h.lr * h.weight_decay) - g * (h.lr * h.ratio),)
 
 
@@ -256,6 +250,14 @@ def _check_iteration(group: Mapping[str, Any]) -> None:
 @takes_settings
 class Muon(FusedOptimizer, TorchMuon):
     """Muon for matrices, and AdamW for all other parameters, with one window, one norm and one clip over both.
+
+        m <- momentum m + (1 - momentum) g
+        d <- momentum m + (1 - momentum) g          (without nesterov: m)
+        X <- d / max(|d|, eps), orthogonalized by ns_steps Newton-Schulz iterations
+        p <- p (1 - lr weight_decay) - lr ratio X
+
+    Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), in torch's form; "match_rms_adamw": Liu et al. 2025
+    (arXiv:2502.16982).
 
     Without groups of AdamW's it replaces `torch.optim.Muon`: same arguments, group keys, state names and checkpoints.
     Groups with `use_muon=False` take AdamW's options, defaults and states. Give them embeddings, output layers, gains

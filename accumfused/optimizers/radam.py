@@ -1,23 +1,16 @@
-"""RAdam: Adam with a rectified variance, and none while few gradients are averaged.
-
-    m <- beta1 m + (1 - beta1) g
-    v <- beta2 v + (1 - beta2) g^2
-    n = 2 / (1 - beta2) - 1,  n_t = n - 2 t beta2^t / (1 - beta2^t)
-    r = sqrt((n_t - 4) (n_t - 2) n / ((n - 4) (n - 2) n_t))
-    p <- p - lr / (1 - beta1^t) * m * (n_t > 5 ? r sqrt(1 - beta2^t) / (sqrt(v) + eps) : 1)
-
-Before, weight_decay * p is added to g (L2), or p shrinks by 1 - lr weight_decay (decoupled). Liu et al. 2020
-(arXiv:1908.03265), with torch's eps.
-"""
+"""RAdam: Adam with a rectified variance, and none while few gradients are averaged. The class has the formula."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch import Tensor
+from torch.optim.radam import RAdam as TorchRAdam
+from typing_extensions import Unpack
 
-from accumfused.optimizers.making import optimizer_of
-from accumfused.rules import Rule, power, sqrt, where
+from accumfused.optimizer import FusedOptimizer
+from accumfused.rules import Rule, Symbol, power, sqrt, where
+from accumfused.settings import SettingArguments, chosen, takes_settings
 
 
 class RadamRule(Rule):
@@ -29,7 +22,7 @@ class RadamRule(Rule):
     hypers = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         exp_avg, exp_avg_sq = states
         is_decoupled = h.decoupled_weight_decay != 0
         remaining = power(h.beta2, step)
@@ -50,4 +43,53 @@ class RadamRule(Rule):
         return p - (exp_avg * step_size) / denominator, exp_avg, exp_avg_sq
 
 
-RAdam = optimizer_of(RadamRule, peer=torch.optim.RAdam)
+@takes_settings
+class RAdam(FusedOptimizer, TorchRAdam):
+    """RAdam, Adam with a rectified variance, with accumulation, unscaling and clipping in the same pass.
+
+        m <- beta1 m + (1 - beta1) g
+        v <- beta2 v + (1 - beta2) g^2
+        n = 2 / (1 - beta2) - 1,  n_t = n - 2 t beta2^t / (1 - beta2^t)
+        r = sqrt((n_t - 4) (n_t - 2) n / ((n - 4) (n - 2) n_t))
+        p <- p - lr / (1 - beta1^t) * m * (n_t > 5 ? r sqrt(1 - beta2^t) / (sqrt(v) + eps) : 1)
+
+    Before, weight_decay * p is added to g (L2), or p shrinks by 1 - lr weight_decay (decoupled). Liu et al. 2020
+    (arXiv:1908.03265), with torch's eps.
+
+    It replaces `torch.optim.RAdam`: same arguments, group keys, state names and checkpoints.
+
+    Args:
+        params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
+        lr, betas, eps, weight_decay, decoupled_weight_decay, maximize: as in torch. eps is 0 or at least 1e-16 (1e-11
+            with 8-bit states), as for `Adam`.
+        foreach, capturable: unused; the groups keep them, because torch's own optimizer reads them.
+        differentiable: not supported.
+        **settings: those of `accumfused.settings.Settings`.
+
+    Raises:
+        ValueError, TypeError: wrong hyper-parameters, with torch's texts; wrong settings; parameters of other dtypes.
+        RuntimeError: a backend asked for by name cannot run.
+    """
+
+    rules = (RadamRule,)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        **settings: Unpack[SettingArguments],
+    ) -> None:
+        TorchRAdam.__init__(
+            self, params, lr, betas, eps, weight_decay, decoupled_weight_decay,
+            foreach=foreach, maximize=maximize, capturable=capturable, differentiable=differentiable,
+        )  # fmt: skip
+        self._configure(chosen(type(self).__name__, self.defaults, **settings))

@@ -1,13 +1,7 @@
 """Schedule-Free SGD and AdamW: an average of the iterates takes the place of a learning-rate schedule.
 
-    y <- (1 - beta) z + beta x                       gradients are taken at y; x is the trained model
-    z <- z - lr (d + weight_decay y)
-    x <- (1 - c) x + c z                             c = w_t / (w_1 + ... + w_t),  w_t = t^r lr_max^weight_lr_power
-
-d is g for SGD. For AdamW it is g / (sqrt(v / (1 - beta2^t)) + eps), with v <- beta2 v + (1 - beta2) g^2; with
-inner_momentum a corrected mean of the gradients stands for g. lr rises linearly over warmup_steps, lr_max is its
-maximum so far. Parameters hold y, the state z; x follows from both. Defazio et al. 2024, "The Road Less Scheduled"
-(arXiv:2405.15682), with the authors' bias correction.
+The classes have the formulas. Parameters hold y, where gradients are taken, and the state holds z; x, the trained
+model, follows from both.
 """
 
 from __future__ import annotations
@@ -20,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from accumfused.core.engine import Engine
 from accumfused.core.norm import Measured
@@ -27,9 +22,10 @@ from accumfused.core.plan import Plan
 from accumfused.core.protocol import Commit, Hypers, Number, Outcome, OwnStep, on_device, run
 from accumfused.core.rows import Grads
 from accumfused.optimizer import FusedOptimizer
-from accumfused.optimizers.making import optimizer_of
-from accumfused.rules import Rule, float32, power, sqrt, where
+from accumfused.optimizers.making import construct
+from accumfused.rules import Rule, Symbol, float32, power, sqrt, where
 from accumfused.saving import full_precision
+from accumfused.settings import SettingArguments, takes_settings
 
 
 class ScheduleFreeRule(Rule):
@@ -48,7 +44,7 @@ class ScheduleFreeRule(Rule):
         return group.get(name, 0.0) if name in cls.derived else super().hyper(group, name)
 
     @staticmethod
-    def moved(h: Any, step: Any, beta: Any, y: Any, z: Any, direction: Any) -> tuple[Any, Any]:
+    def moved(h: Any, step: Symbol, beta: Any, y: Symbol, z: Symbol, direction: Symbol) -> tuple[Symbol, Symbol]:
         """Computes the new y and z. The switch reads beta in fp32, so the step does too."""
         beta, last_beta = float32(beta), float32(h.last_beta)
         z = where((step == 1) | (h.weight_sum == 0), y, z)
@@ -60,20 +56,6 @@ class ScheduleFreeRule(Rule):
 
 
 class ScheduleFreeSgdRule(ScheduleFreeRule):
-    """Schedule-Free SGD, with accumulation, unscaling and clipping in the same pass.
-
-    Arguments (but `foreach`), group keys and state names are those of the authors' `schedulefree.SGDScheduleFree`, and
-    its checkpoints load. Parameters are those to train with until eval() puts the trained model into them; train() goes
-    back.
-
-    Args:
-        lr: the learning rate; no schedule is needed.
-        momentum: beta above, > 0 and < 1.
-        weight_decay: times lr and y.
-        warmup_steps: steps in which the learning rate rises linearly.
-        r, weight_lr_power: the powers of the step's number and of the learning rate in the weights of the average.
-    """
-
     name = "sgd_schedule_free"
     states = ("z",)
     torch_states = ("z",)
@@ -82,27 +64,11 @@ class ScheduleFreeSgdRule(ScheduleFreeRule):
     }  # fmt: skip
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         return ScheduleFreeRule.moved(h, step, h.momentum, p, states[0], g)
 
 
 class ScheduleFreeAdamWRule(ScheduleFreeRule):
-    """Schedule-Free AdamW, with accumulation, unscaling and clipping in the same pass.
-
-    Arguments (but `foreach`), group keys and state names are those of the authors' `schedulefree.AdamWScheduleFree`,
-    and its checkpoints load. Parameters are those to train with until eval() puts the trained model into them; train()
-    goes back.
-
-    Args:
-        lr: the learning rate; no schedule is needed.
-        betas: beta above, > 0, and the decay of the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: times lr and y.
-        warmup_steps: steps in which the learning rate rises linearly.
-        r, weight_lr_power: the powers of the step's number and of the learning rate in the weights of the average.
-        inner_momentum: the decay of a mean of the gradients; 0: no mean is kept.
-    """
-
     name = "adamw_schedule_free"
     states: ClassVar[tuple[str, ...]] = ("z", "exp_avg_sq")
     second_moments = ("exp_avg_sq",)
@@ -115,7 +81,7 @@ class ScheduleFreeAdamWRule(ScheduleFreeRule):
     flags: ClassVar[Mapping[str, bool]] = {"has_inner_momentum": False}
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         z, *means, exp_avg_sq = states
         exp_avg_sq = exp_avg_sq * h.beta2 + (g * g) * (1.0 - h.beta2)
         if h.has_inner_momentum:
@@ -309,7 +275,106 @@ def _complete(group: dict[str, Any]) -> None:
         group[name] = torch.as_tensor(group.get(name, start), dtype=torch.float64)
 
 
-SGDScheduleFree = optimizer_of(ScheduleFreeSgdRule, name="SGDScheduleFree", base=ScheduleFree)
-AdamWScheduleFree = optimizer_of(
-    ScheduleFreeAdamWRule, ScheduleFreeAdamWInnerRule, name="AdamWScheduleFree", base=ScheduleFree
-)
+@takes_settings
+class SGDScheduleFree(ScheduleFree):
+    """Schedule-Free SGD, with accumulation, unscaling and clipping in the same pass.
+
+        y <- (1 - beta) z + beta x                       gradients are taken at y; x is the trained model
+        z <- z - lr (d + weight_decay y)
+        x <- (1 - c) x + c z                             c = w_t / (w_1 + ... + w_t),  w_t = t^r lr_max^weight_lr_power
+
+    d is g, and beta the momentum. lr rises linearly over warmup_steps, lr_max is its maximum so far. Defazio et al.
+    2024, "The Road Less Scheduled" (arXiv:2405.15682).
+
+    Arguments (but `foreach`), group keys and state names are those of the authors' `schedulefree.SGDScheduleFree`, and
+    its checkpoints load. Parameters are those to train with until eval() puts the trained model into them; train() goes
+    back.
+
+    Args:
+        params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
+        lr: the learning rate; no schedule is needed.
+        momentum: beta above, > 0 and < 1.
+        weight_decay: times lr and y.
+        warmup_steps: steps in which the learning rate rises linearly.
+        r, weight_lr_power: the powers of the step's number and of the learning rate in the weights of the average.
+        **settings: those of `accumfused.settings.Settings`.
+
+    Raises:
+        ValueError, TypeError: wrong hyper-parameters; wrong settings; parameters of other dtypes; 8-bit states.
+        RuntimeError: a backend asked for by name cannot run.
+    """
+
+    rules = (ScheduleFreeSgdRule,)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1.0,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+        **settings: Unpack[SettingArguments],
+    ) -> None:
+        arguments = {
+            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "warmup_steps": warmup_steps, "r": r,
+            "weight_lr_power": weight_lr_power,
+        }  # fmt: skip
+        construct(self, params, arguments, settings)
+
+
+@takes_settings
+class AdamWScheduleFree(ScheduleFree):
+    """Schedule-Free AdamW, with accumulation, unscaling and clipping in the same pass.
+
+        v <- beta2 v + (1 - beta2) g^2
+        d <- g / (sqrt(v / (1 - beta2^t)) + eps)
+        y <- (1 - beta) z + beta x                       gradients are taken at y; x is the trained model
+        z <- z - lr (d + weight_decay y)
+        x <- (1 - c) x + c z                             c = w_t / (w_1 + ... + w_t),  w_t = t^r lr_max^weight_lr_power
+
+    beta is betas[0]. With inner_momentum a corrected mean of the gradients stands for g in d. lr rises linearly over
+    warmup_steps, lr_max is its maximum so far. Defazio et al. 2024, "The Road Less Scheduled" (arXiv:2405.15682), with
+    the authors' bias correction.
+
+    Arguments (but `foreach`), group keys and state names are those of the authors' `schedulefree.AdamWScheduleFree`,
+    and its checkpoints load. Parameters are those to train with until eval() puts the trained model into them; train()
+    goes back.
+
+    Args:
+        params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
+        lr: the learning rate; no schedule is needed.
+        betas: beta above, > 0, and the decay of the second moment.
+        eps: added to the root of the second moment; 0 or at least 1e-16, as for `Adam`.
+        weight_decay: times lr and y.
+        warmup_steps: steps in which the learning rate rises linearly.
+        r, weight_lr_power: the powers of the step's number and of the learning rate in the weights of the average.
+        inner_momentum: the decay of a mean of the gradients; 0: no mean is kept.
+        **settings: those of `accumfused.settings.Settings`.
+
+    Raises:
+        ValueError, TypeError: wrong hyper-parameters; wrong settings; parameters of other dtypes; 8-bit states.
+        RuntimeError: a backend asked for by name cannot run.
+    """
+
+    rules = (ScheduleFreeAdamWInnerRule, ScheduleFreeAdamWRule)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.0025,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+        inner_momentum: float = 0.0,
+        **settings: Unpack[SettingArguments],
+    ) -> None:
+        arguments = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "warmup_steps": warmup_steps, "r": r,
+            "weight_lr_power": weight_lr_power, "inner_momentum": inner_momentum,
+        }  # fmt: skip
+        construct(self, params, arguments, settings)

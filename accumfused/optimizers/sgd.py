@@ -1,11 +1,4 @@
-"""SGD, with momentum.
-
-    g <- g + weight_decay * p
-    b <- momentum * b + (1 - dampening) * g            (the first step sets b = g)
-    p <- p - lr * (nesterov ? g + momentum * b : b)     (without momentum: p - lr * g)
-
-torch's form of Sutskever et al. 2013 ("On the importance of initialization and momentum in deep learning").
-"""
+"""SGD, with momentum. The class has the formula."""
 
 from __future__ import annotations
 
@@ -17,7 +10,7 @@ from torch.optim import sgd as torch_sgd
 from typing_extensions import Unpack
 
 from accumfused.optimizer import FusedOptimizer
-from accumfused.rules import Rule, where
+from accumfused.rules import Rule, Symbol, where
 from accumfused.settings import SettingArguments, chosen, takes_settings
 
 TorchSGD = torch_sgd.SGD  # some programs put ours into its place
@@ -32,7 +25,7 @@ class SgdRule(Rule):
     flags: ClassVar[Mapping[str, bool]] = {"has_momentum": False}
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
         g = where(h.weight_decay != 0, g + p * h.weight_decay, g)
         incoming = where(step == 1, 1.0, 1.0 - h.dampening)
         buffers = tuple(buffer * h.momentum + g * incoming for buffer in states)
@@ -58,7 +51,13 @@ class NesterovRule(MomentumRule):
 
 @takes_settings
 class SGD(FusedOptimizer, TorchSGD):
-    """SGD, with accumulation, unscaling and clipping in the same pass.
+    """SGD, with momentum, with accumulation, unscaling and clipping in the same pass.
+
+        g <- g + weight_decay * p
+        b <- momentum * b + (1 - dampening) * g            (the first step sets b = g)
+        p <- p - lr * (nesterov ? g + momentum * b : b)     (without momentum: p - lr * g)
+
+    torch's form of Sutskever et al. 2013 ("On the importance of initialization and momentum in deep learning").
 
     It replaces `torch.optim.SGD`: same arguments, group keys, state names and checkpoints (with momentum, the state
     also counts steps).
@@ -66,9 +65,9 @@ class SGD(FusedOptimizer, TorchSGD):
     Args:
         params: parameters or parameter groups, fp32, bf16, fp16 or fp64; gradients may have another of these dtypes.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.
-        **settings: those of `accumfused.settings.Settings`.
         foreach, fused: unused; the groups keep them, because torch's own optimizer reads them.
         differentiable: not supported.
+        **settings: those of `accumfused.settings.Settings`.
 
     Raises:
         ValueError, TypeError: wrong hyper-parameters, with torch's texts; wrong settings; parameters of other dtypes.

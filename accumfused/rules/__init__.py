@@ -5,11 +5,12 @@ compiles.
 """
 
 from accumfused.rules.rule import MAXIMUM_RATCHETS, Rule
-from accumfused.rules.trace import agree, float32, maximum, minimum, named, power, sign, sqrt, where
+from accumfused.rules.trace import Symbol, agree, float32, maximum, minimum, named, power, sign, sqrt, where
 
 __all__ = [
     "MAXIMUM_RATCHETS",
     "Rule",
+    "Symbol",
     "agree",
     "float32",
     "maximum",

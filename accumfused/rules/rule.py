@@ -111,8 +111,8 @@ class Rule(metaclass=_RuleType):
         return all(bool(group.get(flag.removeprefix("has_"))) == value for flag, value in cls.flags.items())
 
     @staticmethod
-    def update(h: Any, step: Any, p: Any, g: Any, *states: Any) -> tuple[Any, ...]:
-        """Computes the new parameter and states of one element.
+    def update(*arguments: Any, **none: Any) -> tuple[Any, ...]:  # typed so that a rule's may name its states
+        """Computes the new parameter and states of one element: `update(h, step, p, g, *states)`.
 
         A number that depends on no element is computed in fp64, once for each tensor, and rounded to fp32 where it
         meets an element. What depends on an element is fp32.

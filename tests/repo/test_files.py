@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import accumfused
+
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 FOLDERS = "accumfused|bench|csrc|docs|examples|tests|tools"
@@ -33,3 +35,10 @@ def test_a_wheel_has_every_folder_of_the_package() -> None:
     packages = (ROOT / "pyproject.toml").read_text().partition("packages = [")[2].partition("]")[0]
     listed = re.findall(r'"(accumfused[\w.]*)"', packages)
     assert sorted(listed) == sorted(".".join(folder.parts) for folder in folders)
+
+
+def test_the_citation_and_the_forms_say_what_the_package_does() -> None:
+    assert f"\nversion: {accumfused.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    forms = [*ROOT.glob(".github/ISSUE_TEMPLATE/[!c]*.yml")]
+    assert len(forms) == 2
+    assert all("`accumfused doctor`" in form.read_text() for form in forms)

@@ -123,6 +123,7 @@ def test_without_a_native_module_it_runs_and_says_why_it_is_slow_and_what_to_do(
     assert {f"  {name:<8}runs ({COSTS[name]})" for name in ("torch",)} <= {*lines}
     assert found["instruction_sets"] == []
     assert lines[-1] == "what to do next: install a C++ compiler (g++ or clang++), then accumfused again"
+    assert lines[-2].endswith("at the repository that your copy came from")
 
 
 def test_the_report_ends_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

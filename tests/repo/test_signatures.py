@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import importlib
-import importlib.util
 import inspect
+import json
 import pydoc
 import re
 import subprocess
@@ -19,8 +19,10 @@ import torch
 from torch.nn import Parameter
 
 import accumfused as af
+from accumfused.formats import kinds
 from accumfused.loop import batch_size, batches
-from accumfused.optimizers import ALL
+from accumfused.optimizers import ALL, PEERS
+from accumfused.optimizers.making import arguments_of
 from accumfused.settings import SettingArguments, Settings
 
 ROOT = Path(__file__).parents[2]
@@ -51,11 +53,42 @@ def test_every_setting_is_in_the_signature_and_in_the_help(taker: Any) -> None:
     assert [name for name in named if name in SETTINGS] == [*SETTINGS]
 
 
-def test_editors_and_type_checkers_see_the_classes_that_rules_become(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import print_stubs
+def arguments(optimizer: Any) -> dict[str, inspect.Parameter]:
+    """What an optimizer takes beside parameters and settings."""
+    found = inspect.signature(optimizer).parameters
+    return {name: each for name, each in found.items() if name != "params" and name not in SETTINGS}
 
-    assert print_stubs.STUB.read_text() == print_stubs.printed(), "run tools/print_stubs.py"
+
+@pytest.mark.parametrize(
+    "optimizer", [each for each in ALL if each not in PEERS.values()], ids=lambda each: each.__name__
+)
+def test_a_class_has_the_arguments_and_defaults_of_its_rules(optimizer: Any) -> None:
+    found = {name: each.default for name, each in arguments(optimizer).items()}
+    assert found == arguments_of(optimizer.rules)
+    by_keyword = [name for name, each in arguments(optimizer).items() if each.kind is each.KEYWORD_ONLY]
+    assert by_keyword == [name for name, default in found.items() if isinstance(default, bool)]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), PEERS.items(), ids=lambda each: each.__name__)
+def test_a_class_has_the_arguments_and_defaults_of_torchs(theirs: Any, ours: Any) -> None:
+    found, expected = arguments(ours), arguments(theirs)
+    assert found.keys() - expected.keys() <= {"cautious", "cautious_weight_decay"}
+    assert {name: (each.kind, each.default) for name, each in found.items() if name in expected} == {
+        name: (each.kind, each.default) for name, each in expected.items()
+    }
+    assert [name for name, each in found.items() if each.kind is not each.KEYWORD_ONLY] == [
+        name for name, each in expected.items() if each.kind is not each.KEYWORD_ONLY
+    ]
+
+
+@pytest.mark.parametrize("optimizer", ALL, ids=lambda each: each.__name__)
+def test_help_begins_with_a_line_and_the_formula_and_settings_follow_the_arguments(optimizer: Any) -> None:
+    text = str(inspect.getdoc(optimizer))
+    assert re.match(r"[A-Z].*\.\n\n(    \S.* (<-|=) .*\n( {6,}.*\n)?)+\n", text)
+    assert documented(optimizer)[-len(SETTINGS) :] == [*SETTINGS]
+    for rule in (each for each in optimizer.rules if each.__module__ == optimizer.__module__):
+        least = kinds.least_eps(rule, kinds.Format())
+        assert not least or re.search(rf"at\s+least\s+{least:g}", text)
 
 
 @every_taker
@@ -118,8 +151,8 @@ def test_completion_shows_the_public_names_and_older_spellings_keep_working() ->
             assert getattr(af, name) is getattr(module, name)
 
 
-# Pages whose code has types that others do not have: a rule's symbols, frameworks.
-UNTYPED = {"rules", "distributed", "fabric", "lightning", "trl"}
+# Pages whose code has types that others do not have: frameworks.
+UNTYPED = {"distributed", "fabric", "lightning", "trl"}
 ALLOWED = "# mypy: allow-untyped-calls, allow-untyped-defs, allow-incomplete-defs, allow-redefinition\n"
 PROMISED = """
 from typing_extensions import assert_type  # torch brings it
@@ -147,8 +180,6 @@ af.Adan(params, max_grad_norm="1")  # type: ignore[arg-type]
 
 
 def test_the_code_of_the_documentation_type_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if importlib.util.find_spec("mypy") is None:
-        pytest.skip("mypy is not installed; make lint installs it")
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from run_blocks import blocks
 
@@ -162,3 +193,39 @@ def test_the_code_of_the_documentation_type_checks(tmp_path: Path, monkeypatch: 
     command = [sys.executable, "-m", "mypy", *map(str, tmp_path.glob("*.py"))]
     checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+PROMISED_OF_RULES = """
+from typing_extensions import assert_type
+assert_type(optimizer.grad_norm, torch.Tensor)
+kind: type[af.FusedOptimizer] = HeavySign
+af.ClipGroup([HeavySign(model.parameters(), 0.02, weight_decay=0.1), optimizer], max_grad_norm=1.0).step()
+optimizer.accumulate(wait=3)  # type: ignore
+
+
+class OtherRule(af.Rule):
+    name = "other"
+    hypers = {"lr": 1e-3}
+
+    @staticmethod
+    def update(h: Any, step: Symbol, p: Symbol, g: Symbol, *states: Symbol) -> tuple[Symbol, ...]:
+        return (p - g.mean() * h.lr,)  # type: ignore
+"""
+
+
+def test_a_rule_as_its_page_writes_it_and_its_class_pass_strict_type_checkers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from run_blocks import blocks
+
+    found = [block.code for block in blocks((ROOT / "docs/guide/rules.md").read_text()) if block.language == "python"]
+    page = tmp_path / "page.py"
+    page.write_text("\n".join([*found, PROMISED_OF_RULES]))
+    # pyright does not look where pytest was started, as mypy does.
+    rules = {"typeCheckingMode": "strict", "reportUnnecessaryTypeIgnoreComment": "error", "extraPaths": [str(ROOT)]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(rules))
+    pyright = ["basedpyright", "--project", str(tmp_path), "--pythonpath", sys.executable]
+    for checker in (["mypy", "--strict", str(page)], pyright):
+        checked = subprocess.run([sys.executable, "-m", *checker], cwd=ROOT, capture_output=True, text=True)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
