@@ -83,7 +83,7 @@ of_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the hea
 @of_glibc
 def test_a_heap_that_nobody_has_tuned_keeps_freed_gradients_until_they_are_released() -> None:
     """In one process, which imports torch."""
-    run(RELEASE + WINDOWS, {})
+    run(WINDOWS + RELEASE, {})
 
 
 @of_glibc
