@@ -26,7 +26,7 @@ MINUTES = float(os.environ.get("FUZZ_MINUTES", "3"))
 def test_any_sequence_of_calls_does_what_the_model_says(minutes: float) -> None:
     need_native()
     end = time.monotonic() + 60 * minutes
-    short = settings(max_examples=120, stateful_step_count=40, derandomize=minutes == 0, **COMMON)
+    short = settings(max_examples=60, stateful_step_count=40, derandomize=minutes == 0, **COMMON)
     run_state_machine_as_test(Machine, settings=short)
     while time.monotonic() < end:
         run_state_machine_as_test(Machine, settings=settings(short, max_examples=500, stateful_step_count=60))

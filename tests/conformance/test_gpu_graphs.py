@@ -155,15 +155,23 @@ def test_memory_that_a_graph_reads_is_not_released(verb: str | None, gpu: Card |
         optimizer.release_memory()
 
 
-COUNTS = (1, 300, 10_000)  # of tensors
+COUNTS = (1, 300, 5_000)  # of tensors
 KNOWN = (2, 0), [(1, 0), (1, 0), (2, 0)]  # launches and copies of a norm with its step; of two folds, and of these
 FRESH = {"emulated": KNOWN, "interpreted": ((2, 1), [(1, 1), (1, 0), (2, 0)])}  # where gradients have new addresses
-MANY = (5, 0), [(4, 0), (1, 0), (2, 0)]  # 10,000 new addresses, of which a launch of the CUDA backend carries thousands
+MANY = (4, 0), [(3, 0), (1, 0), (2, 0)]  # 5,000 new addresses, of which a launch of the CUDA backend carries thousands
 CAPTURED = {"emulated": KNOWN, "interpreted": ((2, 3), [(1, 1), (1, 1), (2, 3)])}  # a table each, and numbers
 
 
-@pytest.mark.parametrize("gpu", ["emulated", *INTERPRETED], indirect=True)
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(
+    ("gpu", "count"),
+    [
+        # Triton's launches carry no address: many of them tell no more than 300 do.
+        pytest.param(gpu, count, marks=pytest.mark.full if (gpu, count) == ("interpreted", COUNTS[-1]) else [])
+        for gpu in ("emulated", *INTERPRETED)
+        for count in COUNTS
+    ],
+    indirect=["gpu"],
+)
 def test_costs_do_not_depend_on_the_number_of_tensors(count: int, gpu: Emulation) -> None:
     """But of thousands of new addresses. Known ones cost nothing, nor does a weight on the device."""
     optimizer = ADAMW_CASE.make([torch.zeros(2).requires_grad_() for _ in range(count)], gpu.backend, max_grad_norm=1.0)
@@ -199,7 +207,9 @@ def test_costs_do_not_depend_on_the_number_of_tensors(count: int, gpu: Emulation
 
 @pytest.mark.parametrize("gpu", ["emulated"], indirect=True)
 def test_addresses_that_were_sent_in_part_are_all_sent_again(gpu: Emulation) -> None:
-    optimizer = ADAMW_CASE.make([torch.zeros(2).requires_grad_() for _ in range(9000)], gpu.backend, max_grad_norm=1.0)
+    optimizer = ADAMW_CASE.make(
+        [torch.zeros(2).requires_grad_() for _ in range(COUNTS[-1])], gpu.backend, max_grad_norm=1.0
+    )
     known, new = gradients(optimizer, 1.0), gradients(optimizer, 1.0)
     for _ in range(2):
         give(optimizer, known)
@@ -211,7 +221,7 @@ def test_addresses_that_were_sent_in_part_are_all_sent_again(gpu: Emulation) -> 
         optimizer.step()
     gpu.machine.fail_after(-1)
     give(optimizer, known)
-    assert gpu.costs(optimizer.step) == (3 + 2, 0)
+    assert gpu.costs(optimizer.step) == (2 + 2, 0)
 
 
 @pytest.mark.parametrize("gpu", ["emulated"], indirect=True)

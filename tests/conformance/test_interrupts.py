@@ -108,7 +108,7 @@ def test_an_interrupted_call_is_made_or_not(
         instructions = interrupt(made(backend, WINDOWS[name]), number, None)[0].seen
         draws = random.Random(number)
         points = range(instructions)
-        some = [*draws.sample(points, min(12, instructions)), points[-1]]  # the last one is behind the launch
+        some = [*draws.sample(points, min(6, instructions)), points[-1]]  # the last one is behind the launch
         for at in points if request.config.getoption("--full") else some:
             run = made(backend, WINDOWS[name])
             interrupted, (is_to_do, again), rest = interrupt(run, number, at)

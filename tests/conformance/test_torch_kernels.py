@@ -1,6 +1,6 @@
 """The backend of torch's own kernels: the reference's numbers in every format, though not its bits.
 
-Each comparison runs twice: reading values, as on a CPU, and without reading any, as on a GPU.
+It runs in two ways: reading values, as on a CPU, and without reading any, as on a GPU.
 """
 
 from __future__ import annotations
@@ -114,13 +114,25 @@ FORMATS = {"case": AXES["case"], "weights": [*WEIGHTS], "states": [*STATES]}
 FORMATS |= {"loop": [LOOPS["steps"], LOOPS["sum"]], "edges": SIZES, "grads": [torch.bfloat16, torch.float32]}
 
 
-@pytest.mark.parametrize("problem", problems(NUMBERS, CASES), ids=str)
+def in_either_way(every: list[Problem]) -> pytest.MarkDecorator:
+    """Reading or not, in turn but not in step with any axis; with --full in both ways."""
+    rows = [
+        pytest.param(
+            problem, reads, marks=[] if reads == number.bit_count() % 2 else pytest.mark.full, id=f"{problem}-{way}"
+        )
+        for number, problem in enumerate(every)
+        for reads, way in ((True, "reads"), (False, "does not read"))
+    ]
+    return pytest.mark.parametrize(("problem", "torchs"), rows, indirect=["torchs"])
+
+
+@in_either_way(problems(NUMBERS, CASES))
 def test_windows_layouts_and_tails(problem: Problem, torchs: TorchBackend) -> None:
     reads_lr = problem.lr is not None  # for a rule of which torch has no kernel
     assert_numbers(problem, TorchBackend() if reads_lr else torchs)
 
 
-@pytest.mark.parametrize("problem", problems(FORMATS, CASES), ids=str)
+@in_either_way(problems(FORMATS, CASES))
 def test_formats(problem: Problem, torchs: TorchBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_kernels, "_CACHED", 4 * CHUNK)  # a fourth of it for these
     assert_numbers(problem, torchs)

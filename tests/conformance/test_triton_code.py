@@ -37,7 +37,7 @@ POINTERS |= {"bounds": "*i64", "squares": "*fp64"}
 
 
 def compile_kernels(target: str, folder: Path, *chosen: str) -> None:
-    """Writes every kernel's assembly into the folder. In a process of its own: nothing may be interpreted in it."""
+    """Writes each kernel's assembly into the folder. In a process of its own: nothing may be interpreted in it."""
     from triton import compile as triton_compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -88,19 +88,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     text = f"{triton.__version__} {chosen}".encode() + b"".join(path.read_bytes() for path in sources)
     key = hashlib.sha256(text).hexdigest()[:16]
 
-    def path(target: str) -> Path:
-        names = chosen if is_full or target in NVIDIA else ("norm", *MEASURES)
-        made = root / "build" / "triton_code" / f"{target}-{key}"
-        if not made.exists():
-            part = tmp_path_factory.mktemp(target)
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-            # Triton keeps what it has compiled, and compiles again what has changed.
-            environment |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(root / "build" / "triton_code" / "cache")}
-            subprocess.run([sys.executable, __file__, target, str(part), *names], env=environment, check=True)
-            shutil.copytree(part, made, dirs_exist_ok=True)
-        return made
-
-    return path
+    made = {target: root / "build" / "triton_code" / f"{target}-{key}" for target in (*NVIDIA, *LANES)}
+    wanted = [target for target in made if is_full or target == "90" or target in LANES]
+    left = [target for target in wanted if not made[target].exists()]
+    if left:  # in one process, which imports torch and Triton
+        part = tmp_path_factory.mktemp("triton")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        # Triton keeps what it has compiled, and compiles again what has changed.
+        environment |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(root / "build" / "triton_code" / "cache")}
+        of_amd = chosen if is_full else ("norm", *MEASURES)
+        tasks = [",".join((target, *(chosen if target in NVIDIA else of_amd))) for target in left]
+        subprocess.run([sys.executable, __file__, str(part), *tasks], env=environment, check=True)
+        for target in left:
+            shutil.copytree(part / target, made[target], dirs_exist_ok=True)
+    return made.__getitem__
 
 
 each_target = pytest.mark.parametrize(
@@ -209,4 +210,7 @@ def test_rdna_reads_the_partials_past_the_first_cache(target: str, modifier: str
 
 
 if __name__ == "__main__":
-    compile_kernels(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    for task in sys.argv[2:]:
+        name, *kernels = task.split(",")
+        (Path(sys.argv[1]) / name).mkdir()
+        compile_kernels(name, Path(sys.argv[1]) / name, *kernels)

@@ -105,7 +105,7 @@ def train(over: str, windows: int) -> list[Any]:
     return []
 
 
-@pytest.mark.parametrize(("size", "over", "windows"), [(2, "group", 100), (2, "ddp", 10), (4, "hsdp", 10)])
+@pytest.mark.parametrize(("size", "over", "windows"), [(2, "group", 20), (2, "ddp", 10), (4, "hsdp", 10)])
 def test_replicas_stay_bit_for_bit_the_same(
     size: int, over: str, windows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.util
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +17,10 @@ from accumfused.rules import to_cpp
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-SOURCES = [HERE / "module.cpp", *(ROOT / "csrc" / name for name in ("table.cpp", "cuda/binding.cpp", "cuda/launch.cu"))]
+PLACE = ROOT / "build" / "emulation"
+OBJECTS = PLACE / "shared"  # of both modules
+OWN = [HERE / "module.cpp", ROOT / "csrc" / "cuda" / "launch.cu"]  # what the name of a module and its checks change
+SHARED = [ROOT / "csrc" / "table.cpp", ROOT / "csrc" / "cuda" / "binding.cpp"]
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wall"]
 FLAGS += ["-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE", '-DAF_CUDA_ARCHS="emulated"', '-DAF_CUDA_VERSION="none"']
 # The compiler calls module.cpp before each access to memory, and for each address that is not aligned. The sanitizer
@@ -44,18 +49,31 @@ def build(folder: Path, *kernel_flags: str, name: str = "emulated") -> Path:
     module = folder / f"{name}.so"
 
     def compile_one(source: Path) -> str:
-        out = str(folder / f"{source.name}.{source.parent.name}.o")
-        flags = [*FLAGS, f"-DAF_EMULATED={name}", *(kernel_flags if source.suffix == ".cu" else [])]
-        subprocess.run(["g++", *flags, *include, "-x", "c++", "-c", str(source), "-o", out], check=True)
-        return out
+        own, flags = source in OWN, [*FLAGS, *(kernel_flags if source.suffix == ".cu" else [])]
+        out = (folder if own else OBJECTS) / f"{source.name}.{source.parent.name}.o"
+        with _locked(Path(f"{out}.lock")):
+            if own or not out.exists() or out.stat().st_mtime < newest:
+                flags += [f"-DAF_EMULATED={name}"] if own else []
+                command = ["g++", *flags, *include, "-x", "c++", "-c", str(source), "-o", f"{out}.part"]
+                subprocess.run(command, check=True)
+                Path(f"{out}.part").replace(out)
+        return str(out)
 
-    with open(folder / "lock", "w") as lock:  # test processes side by side
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked(folder / "lock"):
         if not module.exists() or module.stat().st_mtime < newest:
+            OBJECTS.mkdir(parents=True, exist_ok=True)
             with ThreadPoolExecutor() as pool:
-                objects = list(pool.map(compile_one, SOURCES))
+                objects = list(pool.map(compile_one, [*OWN, *SHARED]))
             subprocess.run(["g++", "-shared", *objects, "-o", str(module)], check=True)
     return module
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Test processes side by side, and threads, wait for each other."""
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _include(folder: Path) -> list[str]:
@@ -77,8 +95,7 @@ def build_program(name: str, folder: Path) -> Path:
 
 def load(*, checked: bool = False) -> ModuleType:
     """The module, built once for all test processes; checked: its kernels' accesses are."""
-    place = ROOT / "build" / "emulation"
-    path = build(place / "checked", *CHECKS, name="emulated_checked") if checked else build(place)
+    path = build(PLACE / "checked", *CHECKS, name="emulated_checked") if checked else build(PLACE)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
