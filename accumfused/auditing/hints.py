@@ -177,7 +177,7 @@ def _of_difference(window: Window, expected: int) -> Hints:
         return found
     if window.residual > _UNEXPLAINED:
         return {"unexplained": f"{window.residual:.1%} of the gradient"}
-    counts = [each.main.size for each in window.micro_batches]
+    counts = [each.samples if each.reading.unknown else each.main.size for each in window.micro_batches]
     detail = f"counts from {min(counts):g} to {max(counts):g}"
     of_ranks = [[share for share, each in window.pairs if each.rank == rank] for rank in range(window.world)]
     if window.world > 1 and all(_alike(shares) for shares in of_ranks):

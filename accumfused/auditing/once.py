@@ -19,11 +19,12 @@ from torch.utils._pytree import tree_leaves
 from accumfused.auditing.fit import added, on_host
 from accumfused.auditing.graph import leaves_below, probe, read
 from accumfused.auditing.hints import hints
+from accumfused.auditing.passes import MicroBatch
 from accumfused.auditing.randomness import Generators
 from accumfused.auditing.report import AuditReport
 from accumfused.auditing.rows import Rows, leaves
 from accumfused.auditing.samples import split
-from accumfused.auditing.window import EQUAL, MicroBatch, Part, Window, decide, dependences, judge
+from accumfused.auditing.window import EQUAL, Part, Window, decide, dependences, judge
 
 LossFunction = Callable[[Any, Any], Tensor]
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
@@ -211,7 +212,7 @@ def _window(subject: Subject, batch: Any, parts: list[Any], given: list[float] |
         expected=len(parts), world=1, reset=0, flags={},
     )  # fmt: skip
     window.reasons = dependences([one.micro_batch])
-    decide(window, one.part.grads, taken, subject.names, [1.0], subject.tolerance)
+    decide(window, one.part, taken, subject.names, subject.tolerance, right=1.0)
     if one.micro_batch.is_random and window.verdict != EQUAL:
         window.is_decided = False
         window.reasons["unread"] = (

@@ -16,7 +16,8 @@ from accumfused.auditing.again import Calls
 from accumfused.auditing.fit import Grads, added, on_host
 from accumfused.auditing.graph import main_of
 from accumfused.auditing.hints import expected_of
-from accumfused.auditing.window import LOST, WORST, MicroBatch, Part, Window, judge
+from accumfused.auditing.passes import MicroBatch, number_losses
+from accumfused.auditing.window import LOST, WORST, Part, Window, judge
 from accumfused.optimizer import FusedOptimizer
 
 _HALF = torch.float16, torch.bfloat16
@@ -65,6 +66,7 @@ class Track:
         self.skipped = 0  # windows whose gradients were not finite
         self.errors: list[str] = []
         self.now = Opened()
+        self._losses = 1  # of a micro-batch, in windows before
 
     def places(self) -> set[int]:
         """The addresses of p.grad."""
@@ -177,6 +179,7 @@ class Track:
                 self.errors.append(f"a step was not judged: {type(error).__name__}: {error}")
             else:
                 self.windows.append(min(windows, key=lambda window: WORST.index(window.verdict)))
+                self._losses = max(self._losses, self.windows[-1].losses)
                 for share, micro_batch in self.windows[-1].pairs:
                     micro_batch.is_used |= abs(share) >= LOST
         self._close()
@@ -185,7 +188,7 @@ class Track:
         for micro_batch, param in itertools.product(self.now.micro_batches, self._ids):
             micro_batch.grads.pop(param, None)
             micro_batch.grads_of_others.pop(param, None)
-            micro_batch.call = None
+            micro_batch.call = micro_batch.inputs = None
         self.now = Opened()
 
     @property
@@ -199,6 +202,7 @@ class Track:
 
     def _window(self, taken: Grads, calls: Calls) -> Window:
         micro_batches = self.now.micro_batches
+        number_losses(micro_batches, self.expected, self._losses)
         parts = [self._parts(each) for each in micro_batches]
         world = 1
         if self.group is not None:
@@ -215,21 +219,21 @@ class Track:
         if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             window.reasons["unread"] = "there are several processes: their gradients are compared with process_group="
         if world == 1:
-            calls.judge(window, taken, ids, self.names)
+            calls.judge(window, taken, ids, self.names, expected or window.arrived)
         return window
 
     def _parts(self, each: MicroBatch) -> list[Part]:
         terms, main = each.reading.terms, each.main
         if not _is_finite(each):
-            return [Part(terms, main, [None for _ in self.params], each.samples)]
+            return [Part(terms, main, [None for _ in self.params], each.samples, each.loss)]
         whole = [each.grads.get(id(param)) for param in self.params]
         apart = [each.grads_of_others.get(id(param)) for param in self.params]
         if all(grad is None for grad in apart):
-            return [Part(terms, main, whole, each.samples)]
+            return [Part(terms, main, whole, each.samples, each.loss)]
         rest = [term for term in terms if all(term is not other for other in each.others)]
         return [
-            Part(rest, main, added([whole, apart], [1.0, -1.0]), each.samples),
-            Part(each.others, main_of(each.others) or main, apart, each.samples),
+            Part(rest, main, added([whole, apart], [1.0, -1.0]), each.samples, each.loss),
+            Part(each.others, main_of(each.others) or main, apart, each.samples, each.loss),
         ]
 
 
@@ -277,7 +281,7 @@ def _of_all(
     micro_batches: list[MicroBatch], parts: list[list[Part]], group: Any
 ) -> tuple[list[MicroBatch], list[list[Part]], int]:
     """The micro-batches of all processes with their gradients, and the number of processes."""
-    mine = [replace(each, grads={}, grads_of_others={}, call=None) for each in micro_batches]
+    mine = [replace(each, grads={}, grads_of_others={}, call=None, inputs=None) for each in micro_batches]
     everyone = _gathered((mine, parts), group)
     found: list[MicroBatch] = []
     for rank, (theirs, _) in enumerate(everyone):

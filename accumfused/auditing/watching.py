@@ -25,11 +25,11 @@ from accumfused.auditing.constants import Constants
 from accumfused.auditing.fit import on_host
 from accumfused.auditing.graph import Reading, gradients_of, is_division, main_of, probe, read
 from accumfused.auditing.hints import CAUSES, expected_of
+from accumfused.auditing.passes import MicroBatch
 from accumfused.auditing.randomness import Generators
 from accumfused.auditing.report import AuditReport
 from accumfused.auditing.rows import Rows
 from accumfused.auditing.track import Track
-from accumfused.auditing.window import MicroBatch
 from accumfused.formats.shards import is_dtensor
 from accumfused.optimizer import FusedOptimizer
 
@@ -146,14 +146,16 @@ class Watch:
         try:
             now.reading = self._read(loss, gradients, rows, now)
         except Exception as error:  # the loop goes on, whatever its graph is
-            now.reading = Reading(unknown=[f"the loss's graph could not be read ({error})"])
+            now.reading = Reading(unknown=[f"the loss's graph could not be read ({type(error).__name__}: {error})"])
         now.is_random = self._rows.is_random
         now.has_batch_norm = any(layer.training for layer in self._norms)
         for term in now.reading.terms:
             term.edges, term.top = [], None
         for track in self.tracks:
             track.begin()
+        inputs = self._rows.inputs
         self._rows.use()
+        now.modules, now.inputs = self._rows.modules, inputs
         try:
             return run(tensors, gradients, *args, **kwargs)
         finally:

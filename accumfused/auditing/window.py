@@ -4,41 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from accumfused.auditing.fit import Grads, TensorDifference, added, differences, weights_of
-from accumfused.auditing.graph import Reading, Term, main_of
+from accumfused.auditing.graph import Term
+from accumfused.auditing.passes import MicroBatch
 
 EQUAL, SCALED, UNKNOWN, DIFFERENT = "equal", "scaled", "unknown", "different"  # verdicts, from best to worst
 WORST = (EQUAL, SCALED, UNKNOWN, DIFFERENT)
 TOLERANCE = 1e-4  # of the gradient: sums in fp32 stay below
 LOST = 0.01  # of the largest weight: micro-batches below did not reach the step
+UNSEEN = "the loss may divide by the number of micro-batches itself, where the audit does not see it"
 _CLOSE = 2e-3  # relative: two numbers that are the same but for rounding
-
-
-@dataclass
-class MicroBatch:
-    """One backward pass."""
-
-    reading: Reading = field(default_factory=lambda: Reading(unknown=["its backward() was not seen"]))
-    samples: int = 0  # of the model's last call; 0: unknown
-    rank: int = 0
-    is_random: bool = False  # forward drew random numbers
-    has_batch_norm: bool = False  # in training mode
-    is_used: bool = False  # a step has taken it
-    grads: dict[int, Tensor] = field(default_factory=dict)  # on the host, by parameter, until the step
-    call: Any = None  # of the model, if it has returned the loss
-    others: list[Term] = field(default_factory=list)  # terms without the divisions of the main one
-    grads_of_others: dict[int, Tensor] = field(default_factory=dict)
-
-    @property
-    def main(self) -> Term:
-        """The term that counts samples or tokens."""
-        return main_of(self.reading.terms) or Term("", [], [], mean_of=float(self.samples or 1), is_mean=True)
 
 
 @dataclass
@@ -49,6 +30,7 @@ class Part:
     main: Term
     grads: list[Tensor | None]
     samples: int
+    loss: int = 0
 
 
 @dataclass
@@ -83,16 +65,21 @@ class Window:
     is_decided: bool = False
 
     @property
+    def losses(self) -> int:
+        """How many losses each micro-batch has, with a backward pass for each."""
+        return 1 + max((each.loss for each in self.micro_batches), default=0)
+
+    @property
     def arrived(self) -> int:
         """Micro-batches of each process."""
-        return len(self.micro_batches) // self.world
+        return len(self.micro_batches) // self.world // self.losses
 
     @property
     def lost(self) -> int:
         """How many of a process neither this step nor another optimizer's has taken."""
         sizes = [abs(share * each.main.size) for share, each in self.pairs]
         pairs = zip(sizes, self.micro_batches, strict=True)
-        return sum(size < LOST * max(sizes) and not each.is_used for size, each in pairs) // self.world
+        return sum(size < LOST * max(sizes) and not each.is_used for size, each in pairs) // self.world // self.losses
 
     @property
     def pairs(self) -> list[tuple[float, MicroBatch]]:
@@ -119,6 +106,7 @@ def judge(
     fitted, residual = weights_of([*pieces, *stale], taken, likely)
     largest = max(map(abs, fitted))
     own = [not m.is_used or abs(w) >= LOST * largest for w, m in zip(fitted, micro_batches, strict=False)]
+    reset = sum(own[:reset])
     micro_batches, parts = list(itertools.compress(micro_batches, own)), list(itertools.compress(parts, own))
     weights = list(itertools.compress(fitted, own))
     shares = [weight / (each.main.divisor or 1.0) for weight, each in zip(weights, micro_batches, strict=True)]
@@ -126,7 +114,7 @@ def judge(
     families = _families(
         list(itertools.chain(*parts)), window.arrived, expected or window.arrived, world, window.reasons
     )
-    large = [family.large for family in families]
+    large = [family.large() for family in families]
     scales, _ = weights_of(large, taken, [True] * len(large))
     right = [family.right(scale) for family, scale in zip(families, scales, strict=True)]
     ratios = [scale / each for scale, each in zip(scales, right, strict=True)]
@@ -146,30 +134,80 @@ def judge(
         window.verdict = EQUAL if is_close(ratios[0], 1.0) else SCALED
     if len(micro_batches) > 1:
         window.reasons |= dependences(micro_batches)
-    sizes = [each.main.size for each in micro_batches]
-    mean = sum(share * size for share, size in zip(shares, sizes, strict=True)) / (sum(sizes) or 1.0)
-    window.shares = [share * (1.0 if window.verdict == DIFFERENT else window.ratio) / (mean or 1.0) for share in shares]
+    _rescale(window)
     return window
 
 
+def _rescale(window: Window) -> None:
+    """Gives the shares the mean that the verdict says."""
+    sizes = [each.main.size for each in window.micro_batches]
+    mean = sum(share * size for share, size in zip(window.shares, sizes, strict=True)) / (sum(sizes) or 1.0)
+    wanted = 1.0 if window.verdict == DIFFERENT else window.ratio
+    window.shares = [share * wanted / (mean or 1.0) for share in window.shares]
+
+
 def decide(
-    window: Window, whole: Grads, taken: Grads, names: Sequence[str], rights: Sequence[float], tolerance: float
-) -> None:
-    """Gives the window the verdict of a comparison with its samples computed at once.
+    window: Window, whole: Part, taken: Grads, names: Sequence[str], tolerance: float,
+    *, expected: int = 1, factors: Sequence[Sequence[float]] = (), right: float | None = None,
+) -> None:  # fmt: skip
+    """Takes the direction from the window computed at once, and the length from where its divisions were seen.
+
+    A loss that is called for the whole window still believes that it is one of K, and may divide by K.
 
     Args:
-        whole: their gradients.
-        rights: numbers that may stand in front of it.
+        whole: its loss and gradients. Without terms: its graph could not be read.
         tolerance: the rounding that is no difference.
+        expected: gradient_accumulation_steps.
+        factors: for each micro-batch, those between the loss that was computed at once and backward.
+        right: the number that belongs in front of the window's gradients; None: it is looked for.
     """
-    scale = weights_of([whole], taken, [True])[0][0]
-    right = next((each for each in rights if is_close(scale, each)), rights[0])
-    window.fits, window.ratio, window.is_decided = differences([whole], [right], taken, names), scale / right, True
+    scale = weights_of([whole.grads], taken, [True])[0][0]
     is_foreign = window.residual > TOLERANCE or abs(window.stale) > LOST  # something else is in the step's gradient
-    if differences([whole], [scale], taken, names)[0].difference > tolerance or is_foreign:
+    is_off = differences([whole.grads], [scale], taken, names)[0].difference > tolerance or is_foreign
+    is_read, is_divided = "unread" not in window.reasons, True
+    if right is None and is_read and window.verdict != DIFFERENT and not is_off:
+        right = scale / window.ratio
+    elif right is None:
+        right, is_divided = _length(whole, scale, window, expected, factors)
+    window.fits, window.is_decided = differences([whole.grads], [right], taken, names), True
+    window.ratio = scale / right
+    if is_off or (is_read and "uneven" in window.flags):  # some of its terms are longer than others
         window.verdict = DIFFERENT
+    elif is_close(window.ratio, 1.0) or window.fits[0].difference <= tolerance:
+        window.verdict = EQUAL
+    elif is_divided or not _is_count(window.ratio, (window.arrived, expected, window.arrived / expected)):
+        window.verdict = SCALED
     else:
-        window.verdict = EQUAL if window.fits[0].difference <= tolerance else SCALED
+        window.verdict = UNKNOWN
+        window.reasons = {"length": f"its direction is right, its length, times {window.ratio:.4g}, may be: {UNSEEN}"}
+    _rescale(window)
+
+
+def _length(
+    whole: Part, scale: float, window: Window, expected: int, factors: Sequence[Sequence[float]]
+) -> tuple[float, bool]:
+    """The number in front of the window's gradient that was meant, and whether all that divides it was seen."""
+    columns = list(zip(*factors, strict=False))
+    is_even = all(map(_same, columns)) and len({*map(len, factors)}) < 2  # else they weigh micro-batches by counts
+    own = [column[0] for column in columns] if is_even else []
+    if whole.terms:
+        scales = [factor for factor in own if factor in window.micro_batches[0].main.scales]
+        terms = [replace(t, factors=[*t.factors, *own], scales=[*t.scales, *scales]) for t in whole.terms]
+        main = next(read for read, term in zip(terms, whole.terms, strict=True) if term is whole.main)
+        family = _family([replace(whole, terms=terms, main=main)], window.arrived, expected, 1, {}, window.arrived)
+        rights = [each * math.prod(own) * family.weights[0] for each in (1.0, *family.others)]
+    else:
+        counts = [count for count in (window.arrived, expected) if count > 1]
+        free = [factor for factor in own if not any(is_close(abs(factor), 1 / count) for count in counts)]
+        undone = [factor for factor in free if not any(is_close(factor, count) for count in counts)]
+        rights = [*map(math.prod, (free, undone)), 1.0]
+    is_divided = bool(whole.terms) or free != own
+    return next((each for each in rights if is_close(scale, each)), rights[0]), is_divided
+
+
+def _is_count(ratio: float, counts: Iterable[float]) -> bool:
+    """Whether it is one of these, or one over it."""
+    return any(is_close(abs(ratio), each) or is_close(abs(ratio), 1 / each) for each in counts)
 
 
 def dependences(micro_batches: Sequence[MicroBatch]) -> dict[str, str]:
@@ -180,7 +218,7 @@ def dependences(micro_batches: Sequence[MicroBatch]) -> dict[str, str]:
     for each in micro_batches:
         terms = [term for term in each.reading.terms if term.has_rows]
         coupled = [term for term in terms if term.is_coupled]
-        if coupled and "batch_norm" not in found:
+        if coupled and "batch_norm" not in found and not each.reading.unknown:
             name = "negatives" if len(coupled) == len(terms) else "auxiliary"
             found[name] = f"samples of a micro-batch depend on each other in its {coupled[0].kind}"
         if each.reading.unknown:
@@ -199,20 +237,26 @@ class _Family:
 
     Args:
         main: the first one's main term.
-        large: the gradient of their terms at once.
+        pieces: their gradients.
+        weights: of these in the gradient of their terms at once.
         number: of them in each process.
-        others: what may stand in front of `large` as well: a sum may be meant as a mean, or undo a division.
+        others: what may stand in front of that as well: a sum may be meant as a mean, or undo a division.
         is_divided: by a number of micro-batches.
     """
 
     main: Term
-    large: list[Tensor | None]
+    pieces: list[list[Tensor | None]]
+    weights: list[float]
     number: int
     others: list[float]
     is_divided: bool
 
+    def large(self) -> list[Tensor | None]:
+        """The gradient of their terms at once."""
+        return added(self.pieces, self.weights)
+
     def right(self, scale: float) -> float:
-        """The number in front of `large` that was meant."""
+        """The number in front of it that was meant."""
         return next((each for each in self.others if is_close(scale, each)), 1.0)
 
 
@@ -220,7 +264,7 @@ def _families(parts: Sequence[Part], arrived: int, expected: int, world: int, re
     """Args: arrived: micro-batches of each process. expected: those that belong to a step."""
     forms: dict[Any, list[Part]] = {}
     for part in parts:
-        forms.setdefault(tuple((term.kind, term.has_rows) for term in part.terms), []).append(part)
+        forms.setdefault((part.loss, *((term.kind, term.has_rows) for term in part.terms)), []).append(part)
     families = [_family(group, arrived, expected, world, reasons) for group in forms.values()]
     for family in families:
         if not family.is_divided and any(each.is_divided for each in families):
@@ -230,9 +274,11 @@ def _families(parts: Sequence[Part], arrived: int, expected: int, world: int, re
     return families
 
 
-def _family(group: Sequence[Part], arrived: int, expected: int, world: int, reasons: dict[str, str]) -> _Family:
+def _family(
+    group: Sequence[Part], arrived: int, expected: int, world: int, reasons: dict[str, str], number: int = 0
+) -> _Family:
     """A mean counts its terms, and the large batch has those of all micro-batches. A sum stays what it is."""
-    number, first = len(group) // world or 1, group[0].main
+    number, first = number or len(group) // world or 1, group[0].main
     mains = [part.main for part in group if part.main.divisor]
     _compare_terms([part for part in group if part.main.divisor], reasons)
     columns = list(zip(*(main.factors for main in mains), strict=False))
@@ -255,8 +301,8 @@ def _family(group: Sequence[Part], arrived: int, expected: int, world: int, reas
     elif number < expected == number * joint:  # the losses of several micro-batches share a backward pass
         total *= joint
     own = math.prod(map(abs, divisions)) * math.prod(first.scales) * (total or 1.0)
-    large = added([part.grads for part in group], [part.main.divisor / own for part in group])
-    return _Family(first, large, number, others, bool(divisions))
+    weights = [part.main.divisor / own for part in group]
+    return _Family(first, [part.grads for part in group], weights, number, others, bool(divisions))
 
 
 def _compare_terms(group: Sequence[Part], reasons: dict[str, str]) -> None:

@@ -106,7 +106,7 @@ def losses_of_trainer(trainer: Any) -> LossOf:
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **others
             )
         module.arguments = (model,)
-        return module(dict(inputs), num_items_in_batch)
+        return module(inputs, num_items_in_batch)
 
     trainer.compute_loss = compute_loss
     return module
