@@ -48,6 +48,7 @@ CAUSES = {
     "uneven": Cause(
         "Micro-batches, or terms of their losses, enter the step with different weights.",
         "Divide all micro-batches of a window, and all terms of a loss, by the same number.",
+        lightning="Keep accumulate_grad_batches the same within a window, and return one loss with all terms.",
     ),
     "factor": Cause(
         "The gradient is that of the large batch times a number.",
@@ -88,6 +89,7 @@ CAUSES = {
         "Gradients are clipped before the window is complete.",
         "Clip once, right before the step.",
         accumfused="Leave the clip out, and set max_grad_norm.",
+        lightning="Give the Trainer gradient_clip_val: it clips before the step.",
         accelerate="Clip only if accelerator.sync_gradients is set.",
     ),
     "unscale": Cause(
@@ -97,7 +99,13 @@ CAUSES = {
     "zero_grad": Cause(
         "zero_grad() is at the wrong place: gradients are lost within a window, or stay after its step.",
         "Call it once a window, right after the step.",
+        lightning="Leave zero_grad() to Lightning, and change accumulate_grad_batches only where an update has ended.",
         accelerate="Call optimizer.zero_grad() within accelerator.accumulate(): it waits for the window's end.",
+    ),
+    "unsynced": Cause(
+        "Processes step with different gradients.",
+        "Leave no_sync() before the last micro-batch's forward pass, for every module that has parameters.",
+        lightning="Step by Lightning's own optimizers, without no_backward_sync() around the last micro-batch.",
     ),
     "ranks": Cause(
         "Processes with different counts of samples or tokens have the same weight.",
@@ -134,7 +142,7 @@ def checked(ignore: Collection[str]) -> set[str]:
 
 def expected_of(windows: Sequence[Window]) -> int:
     """The number of micro-batches in most windows."""
-    counts = Counter(window.arrived for window in windows)
+    counts = Counter(window.arrived for window in windows if window.arrived)
     return max(counts, key=lambda count: (counts[count], count)) if counts else 1
 
 
@@ -164,6 +172,8 @@ def _of_difference(window: Window, expected: int) -> Hints:
     found = dict(window.flags)
     if window.is_decided:
         found |= {name: reason for name, reason in window.reasons.items() if name in CAUSES}
+    if "unsynced" in found:  # what other processes have brought looks lost
+        return found
     arrived = window.arrived
     # What is clipped or unscaled within a window may be as small as what is lost.
     lost = 0 if found.keys() & {"clip", "unscale"} else window.lost
@@ -179,11 +189,14 @@ def _of_difference(window: Window, expected: int) -> Hints:
         return {"unexplained": f"{window.residual:.1%} of the gradient"}
     counts = [each.samples if each.reading.unknown else each.main.size for each in window.micro_batches]
     detail = f"counts from {min(counts):g} to {max(counts):g}"
+    if arrived != expected and all(is_close(abs(w * m.main.factor), 1 / expected) for w, m in window.weighed):
+        name = "remainder_leaked" if arrived > expected else "remainder_under_weighted"
+        found[name] = f"{arrived} micro-batches where {expected} belong"
     of_ranks = [[share for share, each in window.pairs if each.rank == rank] for rank in range(window.world)]
     if window.world > 1 and all(_alike(shares) for shares in of_ranks):
-        return {"ranks": detail}
+        return found | {"ranks": detail}
     if _alike([share * each.main.size for share, each in window.pairs]) and not _alike(counts):
-        return {"mean_of_means": detail}
+        return found | {"mean_of_means": detail}
     if window.is_decided and _alike(window.shares):
         return {"negatives": "all have the weight of the large batch"}
     return {"uneven": f"weights from {min(window.shares):.3g} to {max(window.shares):.3g}"}

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accumfused.auditing.again import Calls
-from accumfused.auditing.fit import Grads, added, on_host
+from accumfused.auditing.fit import Grads, TensorDifference, added, on_host
 from accumfused.auditing.graph import main_of
 from accumfused.auditing.hints import expected_of
 from accumfused.auditing.passes import MicroBatch, number_losses
 from accumfused.auditing.window import LOST, WORST, Part, Window, judge
 from accumfused.optimizer import FusedOptimizer
 
+_CLOSE = 1e-3  # relative: norms of one gradient in several processes
 _HALF = torch.float16, torch.bfloat16
 
 
@@ -182,6 +183,8 @@ class Track:
                 self._losses = max(self._losses, self.windows[-1].losses)
                 for share, micro_batch in self.windows[-1].pairs:
                     micro_batch.is_used |= abs(share) >= LOST
+        elif any(grad is not None and bool(grad.any()) for grad in self._grads()):
+            self.windows.append(_of_no_backward())
         self._close()
 
     def _close(self) -> None:
@@ -207,6 +210,9 @@ class Track:
         world = 1
         if self.group is not None:
             micro_batches, parts, world = _of_all(micro_batches, parts, self.group)
+            norms = torch.tensor([0.0 if grad is None else float(grad.double().norm()) for grad in taken])
+            if not all(torch.allclose(each, norms, rtol=_CLOSE) for each in _gathered(norms, self.group)):
+                self.now.flags["unsynced"] = "the norms of the gradients that they take differ"
         stale: list[Grads] = [[self.now.stale.get(id(param)) for param in self.params]] if self.now.stale else []
         ids = [id(param) for param in self.params]
         expected = self.expected or (expected_of(self.windows) if self.windows else None)
@@ -235,6 +241,13 @@ class Track:
             Part(rest, main, added([whole, apart], [1.0, -1.0]), each.samples, each.loss),
             Part(each.others, main_of(each.others) or main, apart, each.samples, each.loss),
         ]
+
+
+def _of_no_backward() -> Window:
+    """A step whose gradients came otherwise: there is nothing to judge them by."""
+    why = "no backward() was seen before a step, as where torch.autograd.grad() gives its gradients"
+    fits = [TensorDifference("", 1.0, 0.0)]
+    return Window([], [], [], 0.0, 0.0, {}, 1, 0, fits=fits, reasons={"unread": why})
 
 
 def _sum(param: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from accumfused.auditing.randomness import Generators
 from accumfused.auditing.report import AuditReport
 from accumfused.auditing.rows import Rows
 from accumfused.auditing.track import Track
+from accumfused.auditing.window import SCALED, UNKNOWN, Window, is_close
 from accumfused.formats.shards import is_dtensor
 from accumfused.optimizer import FusedOptimizer
 
@@ -38,6 +39,7 @@ _CALLS = {  # with which a clip begins
     "norm", "linalg_vector_norm", "vector_norm", "_foreach_norm", "pow", "__pow__", "square", "dot", "abs", "clamp_",
     "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_", _UNSCALING,
 }  # fmt: skip
+_LOSSES = "each micro-batch has {number:g} backward passes, if {steps} make a window: these may be losses that belong together"
 _FRAMEWORKS = {  # callers of others come first
     "transformers.trainer": "trainer", "lightning.": "lightning", "pytorch_lightning.": "lightning",
     "accelerate.optimizer": "accelerate",
@@ -119,12 +121,19 @@ class Watch:
         if names:
             report.advice += f"\nTo leave this out, say ignore={tuple(names)} or --ignore {' --ignore '.join(names)}."
         for track in self.tracks:
+            self._count_losses(track.windows)
             report.take(track.windows, self._steps, self._ignore, self._setting)
         report.overlook(self._ignore)
         skipped, judged = sum(track.skipped for track in self.tracks), len(windows)
         if skipped:
             report.notes.append(
                 f"{skipped} of {skipped + judged} steps were not judged: their gradients were inf or NaN"
+            )
+        sums = {window.sum_over for window in windows if window.sum_over[0] > 1}
+        if len({constant for constant, _ in sums}) == 1 and len(sums) > 1:
+            report.notes.append(
+                f"the loss is a sum over a constant, {min(sums)[0]:g}, of {min(sums)[1]:g} to {max(sums)[1]:g} terms a "
+                "window: each term counts the same, a shorter window less"
             )
         if any(each.is_random for window in windows for each in window.micro_batches):
             report.notes.append("the model draws random numbers, as dropout does: the large batch would draw others")
@@ -134,6 +143,16 @@ class Watch:
         report.notes += [error for track in self.tracks for error in track.errors]
         if self._calls.note and not all(window.is_decided for window in windows):
             report.notes.append(self._calls.note)
+
+    def _count_losses(self, windows: Sequence[Window]) -> None:
+        """Where each window has n times the micro-batches that belong to it, these may be n losses of one each."""
+        counts = {window.arrived for window in windows}
+        number = counts.pop() / self._steps if self._steps and len(counts) == 1 else 1.0
+        if number > 1 and number.is_integer():
+            for window in windows:
+                if window.verdict == SCALED and is_close(window.ratio, number):
+                    window.verdict = UNKNOWN
+                    window.reasons = {"length": _LOSSES.format(number=number, steps=self._steps)}
 
     # ---- what happens in the loop ----------------------------------------------------------------------------------
 

@@ -48,6 +48,7 @@ class Window:
         ratio: the step's gradient is so many times the large batch's, where the direction is the same.
         reasons: why the graph cannot tell, by the name of the cause.
         is_decided: by the comparison with the window computed at once.
+        sum_over: the number by which a loss that is a sum is divided, and the count of its terms.
     """
 
     micro_batches: list[MicroBatch]
@@ -63,6 +64,7 @@ class Window:
     verdict: str = UNKNOWN
     reasons: dict[str, str] = field(default_factory=dict)
     is_decided: bool = False
+    sum_over: tuple[float, float] = 1.0, 1.0
 
     @property
     def losses(self) -> int:
@@ -80,6 +82,11 @@ class Window:
         sizes = [abs(share * each.main.size) for share, each in self.pairs]
         pairs = zip(sizes, self.micro_batches, strict=True)
         return sum(size < LOST * max(sizes) and not each.is_used for size, each in pairs) // self.world // self.losses
+
+    @property
+    def weighed(self) -> list[tuple[float, MicroBatch]]:
+        """Weights and micro-batches."""
+        return list(zip(self.weights, self.micro_batches, strict=True))
 
     @property
     def pairs(self) -> list[tuple[float, MicroBatch]]:
@@ -122,13 +129,14 @@ def judge(
     turns = [ratio * sum(numbers) / number for ratio, number in zip(ratios, numbers, strict=True)]
     if _same(turns) and (is_close(turns[0], 1.0) if sum(numbers) == expected else not _same(ratios)):
         right, ratios = [scale / turns[0] for scale in scales], turns  # losses of several forms take turns
-    elif not _same([*map(float, numbers)]) and not _same(ratios):
+    elif not _same([*map(float, numbers)]) and not _same(ratios) and abs(window.stale) <= LOST:
         window.reasons["unread"] = "losses of different forms come in different numbers"
     window.fits, window.ratio = differences(large, right, taken, names), ratios[0]
+    window.sum_over = families[0].constant, families[0].count
     is_off = differences(large, scales, taken, names)[0].difference > TOLERANCE
     if not is_off and not _same(ratios):
         flags["uneven"] = f"its losses enter with the factors {', '.join(f'{ratio:.3g}' for ratio in ratios)}"
-    if "weights_changed" in flags or is_off or not _same(ratios) or min(ratios) <= 0:
+    if {"weights_changed", "unsynced"} & flags.keys() or is_off or not _same(ratios) or min(ratios) <= 0:
         window.verdict = DIFFERENT
     else:
         window.verdict = EQUAL if is_close(ratios[0], 1.0) else SCALED
@@ -242,6 +250,8 @@ class _Family:
         number: of them in each process.
         others: what may stand in front of that as well: a sum may be meant as a mean, or undo a division.
         is_divided: by a number of micro-batches.
+        constant: the number by which a sum is divided, if that is none of its counts; else 1.
+        count: of its terms.
     """
 
     main: Term
@@ -250,6 +260,8 @@ class _Family:
     number: int
     others: list[float]
     is_divided: bool
+    constant: float
+    count: float
 
     def large(self) -> list[Tensor | None]:
         """The gradient of their terms at once."""
@@ -300,9 +312,11 @@ def _family(
         total, others = first.divisor, others + [1 / size for size in sizes if size]
     elif number < expected == number * joint:  # the losses of several micro-batches share a backward pass
         total *= joint
+    count = sum(main.count for main in mains)
+    constant = first.divisor if is_sum and is_same and not first.is_mean else 1.0
     own = math.prod(map(abs, divisions)) * math.prod(first.scales) * (total or 1.0)
     weights = [part.main.divisor / own for part in group]
-    return _Family(first, [part.grads for part in group], weights, number, others, bool(divisions))
+    return _Family(first, [part.grads for part in group], weights, number, others, bool(divisions), constant, count)
 
 
 def _compare_terms(group: Sequence[Part], reasons: dict[str, str]) -> None:

@@ -1,0 +1,254 @@
+"""More loops as people write them: losses within the model, several losses a micro-batch, GANs, GRPO and DPO by hand.
+
+RIGHT has the update of the large batch, FAULTY has not; each name with its loop, and what the audit may answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from audited_loops import SGD, Batch, K, Seeded, net, samples, update
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import accumfused as af
+
+Report = Callable[[], Any]
+RIGHT: dict[str, tuple[str, Report]] = {}  # "equal", or "unknown" where nothing tells
+FAULTY: dict[str, tuple[str, Report]] = {}  # the verdict and its causes
+
+
+class Opaque(torch.autograd.Function):
+    """An operation that no graph reading knows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+class Returning(Seeded):
+    """Takes a dict and returns its loss.
+
+    Args:
+        by: what it divides by.
+        pops: it takes the labels out of the dict.
+        reduction: of the loss.
+        is_opaque: its graph cannot be read.
+    """
+
+    def __init__(
+        self, *between: nn.Module, by: float = 1, pops: bool = False, reduction: str = "mean", is_opaque: bool = False
+    ) -> None:
+        super().__init__()
+        self.net = net(*between)
+        self.by, self.pops, self.reduction, self.is_opaque = by, pops, reduction, is_opaque
+
+    def forward(self, batch: dict[str, Tensor], count: Any = None) -> dict[str, Tensor]:
+        y = batch.pop("y") if self.pops else batch["y"]
+        loss = F.cross_entropy(self.net(batch["x"]), y, reduction=self.reduction) / (count or self.by)
+        return {"loss": Opaque.apply(loss) if self.is_opaque else loss}
+
+
+def lengths(*sizes: int) -> list[Batch]:
+    torch.manual_seed(1)
+    return [(torch.randn(size, 6), torch.randint(3, (size,))) for size in sizes]
+
+
+def trained(
+    loss: Callable[[Any, int, Tensor, Tensor], Any], model: nn.Module | None = None, batches: Iterable[Batch] = (),
+    *, steps: int | None = None, every: int = K, between: Callable[[Any, int], None] = lambda *_: None,
+) -> Any:  # fmt: skip
+    """The report of a loop that steps after so many micro-batches, and after the last.
+
+    Args:
+        loss: takes model, number, x and y; several losses have a backward pass each.
+        between: follows each micro-batch; takes the optimizer and the number.
+    """
+    model = net() if model is None else model
+    optimizer = SGD(model.parameters(), lr=0.05)
+    batches = [*batches] or samples()
+    with af.audit.watch(model, optimizer, gradient_accumulation_steps=steps) as report:
+        for i, (x, y) in enumerate(batches):
+            for each in loss(model, i, x, y):
+                each.backward()
+            between(optimizer, i)
+            if (i + 1) % every == 0 or i + 1 == len(batches):
+                update(optimizer)
+    return report
+
+
+def inside(*batches: int, outside: float = 1, **options: Any) -> Report:
+    """A loop whose model returns its loss. Args: batches: their sizes. outside: what the loop divides by."""
+    between = options.pop("between", ())
+    return lambda: trained(
+        lambda m, i, x, y: [m({"x": x, "y": y})["loss"] / outside],
+        Returning(*between, **options), lengths(*(batches or (6,) * 8)), steps=K,
+    )  # fmt: skip
+
+
+# ---- several losses, with a backward pass each -----------------------------------------------------------------------
+
+
+class Heads(Seeded):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.body(x))
+        return self.a(h), self.b(h)
+
+
+def both_heads(model: Any, i: int, x: Tensor, y: Tensor, by: Sequence[float] = (K, K)) -> Iterable[Tensor]:
+    """Two losses of one form over the same samples."""
+    yield F.cross_entropy(model(x)[0], y) / by[0]
+    yield F.cross_entropy(model(x)[1], 2 - y) / by[1]
+
+
+def in_turn(model: Any, i: int, x: Tensor, y: Tensor, by: Sequence[float] = (K, K)) -> Iterable[Tensor]:
+    """Two tasks with samples of their own."""
+    yield F.cross_entropy(model(x)[0], y) / by[0]
+    yield F.cross_entropy(model(x.flip(0) + 1)[1], y) / by[1]
+
+
+def with_auxiliary(model: Any, i: int, x: Tensor, y: Tensor) -> Iterable[Tensor]:
+    """A second forward pass over the same samples, for a loss of the same form."""
+    yield F.cross_entropy(model(x), y) / K
+    yield 0.1 * F.cross_entropy(model(x), y.flip(0)) / K
+
+
+def gan(
+    count: int = 1, *, by: float | None = None, zeroes: bool = True, is_wasserstein: bool = False,
+    steps: int | None = None, sizes: Sequence[int] = (5,),
+) -> Any:  # fmt: skip
+    """A GAN of two optimizers: the judge's losses of real and made samples have a backward pass each."""
+    torch.manual_seed(0)
+    made, judge = nn.Linear(4, 6), nn.Linear(6, 1)
+    both = nn.ModuleDict({"made": made, "judge": judge})
+    optimizers = [SGD(judge.parameters(), lr=0.05), SGD(made.parameters(), lr=0.05)]
+    divisor = by or count
+
+    def loss(out: Tensor, is_real: bool) -> Tensor:
+        if is_wasserstein:
+            return -out.mean() if is_real else out.mean()
+        return F.binary_cross_entropy_with_logits(out, torch.full_like(out, float(is_real)))
+
+    with af.audit.watch(both, optimizers, gradient_accumulation_steps=steps) as report:
+        for step in range(3):
+            if zeroes or step == 0:
+                judge.zero_grad()
+            for i in range(count):
+                size = sizes[i % len(sizes)]
+                (loss(judge(torch.randn(size, 6)), True) / divisor).backward()
+                (loss(judge(made(torch.randn(size, 4)).detach()), False) / divisor).backward()
+            optimizers[0].step()
+            made.zero_grad()
+            for i in range(count):
+                (loss(judge(made(torch.randn(sizes[i % len(sizes)], 4))), True) / divisor).backward()
+            optimizers[1].step()
+    return report
+
+
+# ---- preferences and groups, by hand ---------------------------------------------------------------------------------
+
+
+def preferences(by: float = K, batches: Iterable[Batch] = ()) -> Any:
+    """DPO: a frozen reference, and a call each for the chosen and the rejected."""
+    reference = net().requires_grad_(False)
+
+    def loss(model: Any, i: int, x: Tensor, y: Tensor) -> Iterable[Tensor]:
+        def gain(x: Tensor) -> Tensor:
+            rows = torch.arange(len(y))
+            with torch.no_grad():
+                before = reference(x).log_softmax(1)[rows, y]
+            return model(x).log_softmax(1)[rows, y] - before  # type: ignore[no-any-return]
+
+        yield -F.logsigmoid(0.1 * (gain(x) - gain(x.flip(1)))).mean() / by
+
+    return trained(loss, batches=batches, steps=K)
+
+
+class Grouped(Seeded):
+    """GRPO: clipped ratios times advantages within groups, a mean over tokens, divided by K inside."""
+
+    def __init__(self, by: float = K) -> None:
+        super().__init__()
+        self.net, self.by = net(), by
+
+    def forward(self, x: Tensor, y: Tensor, advantage: Tensor) -> Tensor:
+        log_probs = self.net(x).log_softmax(1).gather(1, y[:, None])[:, 0]
+        ratio = (log_probs - log_probs.detach()).exp()
+        per_token = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        return per_token.mean() / self.by
+
+
+def groups(model: nn.Module | None = None, by: float = 1, *, batches: Iterable[Batch] = ()) -> Any:
+    def loss(model: Any, i: int, x: Tensor, y: Tensor) -> Iterable[Tensor]:
+        rewards = x[:, 0].tolist()  # of a rollout's verifier
+        center = sum(rewards) / len(rewards)
+        yield model(x, y, torch.tensor([each - center for each in rewards])) / by
+
+    return trained(loss, model or Grouped(), batches, steps=K)
+
+
+# ---- without backward ------------------------------------------------------------------------------------------------
+
+
+def by_autograd_grad() -> Any:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.05)
+    with af.audit.watch(model, optimizer) as report:
+        for i, (x, y) in enumerate(samples()):
+            grads = torch.autograd.grad(F.cross_entropy(model(x), y) / K, list(model.parameters()))
+            for param, grad in zip(model.parameters(), grads, strict=True):
+                param.grad = grad if i % K == 0 else param.grad + grad  # type: ignore[operator]
+            if (i + 1) % K == 0:
+                optimizer.step()
+    return report
+
+
+RIGHT |= {
+    "a_loss_divided_within_the_model": ("equal", inside(by=K)),
+    "a_loss_divided_where_no_graph_shows_it": ("unknown", inside(by=K, is_opaque=True)),
+    "an_opaque_loss_divided_by_the_loop": ("equal", inside(outside=K, is_opaque=True)),
+    "labels_popped_from_the_batch": ("equal", inside(outside=K, pops=True)),
+    "two_heads_with_a_pass_each": ("equal", lambda: trained(both_heads, Heads(), steps=K)),
+    "two_heads_with_a_pass_each_uncounted": ("equal", lambda: trained(both_heads, Heads())),
+    "two_tasks_in_turn": ("equal", lambda: trained(in_turn, Heads(), steps=K)),
+    "two_tasks_in_turn_uncounted": ("equal", lambda: trained(in_turn, Heads())),
+    "an_auxiliary_pass_over_the_same_samples": ("equal", lambda: trained(with_auxiliary, steps=K)),
+    "an_auxiliary_pass_uncounted": ("equal", lambda: trained(with_auxiliary)),
+    "gan_in_three_passes": ("equal", gan),
+    "gan_in_three_passes_accumulated": ("equal", lambda: gan(2)),
+    "gan_accumulated_and_counted": ("equal", lambda: gan(2, steps=2)),
+    "wasserstein_in_three_passes": ("equal", lambda: gan(is_wasserstein=True)),
+    "dpo_by_hand": ("equal", preferences),
+    "grpo_by_hand": ("equal", groups),
+    "gradients_by_autograd_grad": ("unknown", by_autograd_grad),
+}
+FAULTY |= {
+    "divided_within_the_model_and_by_the_loop": ("scaled divided_twice", inside(by=K, outside=K)),
+    "a_returned_loss_not_divided": ("scaled not_divided", inside()),
+    **{
+        f"a_returned_loss_with_{rest}_left": ("scaled remainder_under_weighted", inside(*[6] * (K + rest), outside=K))
+        for rest in (1, 2, 3)
+    },
+    "a_returned_loss_with_a_small_micro_batch": ("different mean_of_means", inside(6, 6, 6, 2, outside=K)),
+    "divided_within_the_model_with_a_small_micro_batch": ("different mean_of_means", inside(6, 6, 6, 2, by=K)),
+    "batch_norm_and_popped_labels": (
+        "different batch_norm", inside(outside=K, pops=True, between=(nn.BatchNorm1d(16), nn.ReLU())),
+    ),
+    "the_second_head_not_divided": (
+        "different uneven", lambda: trained(lambda *a: both_heads(*a, by=(K, 1)), Heads(), steps=K),
+    ),
+    "two_heads_and_a_remainder": (
+        "scaled remainder_under_weighted", lambda: trained(both_heads, Heads(), samples(K + 3), steps=K),
+    ),
+    "gan_whose_judge_is_never_zeroed": ("different zero_grad", lambda: gan(zeroes=False)),
+}  # fmt: skip
