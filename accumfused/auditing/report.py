@@ -62,6 +62,11 @@ class StepFit:
     factor: float
 
     @property
+    def is_judged(self) -> bool:
+        """Whether the verdict is not "unknown"."""
+        return self.verdict != UNKNOWN
+
+    @property
     def difference(self) -> float:
         """The size of the difference, as a share of the large batch's gradient."""
         return self.tensors[0].difference
@@ -186,7 +191,7 @@ class AuditReport:
                 f"picture() draws with matplotlib, which does not load: {error}; pip install matplotlib"
             ) from error
         drawing = module.Figure(figsize=(7, 3.9), layout="constrained")
-        axes, start, steps = drawing.subplots(), 0, [each for each in self.steps if each.verdict != UNKNOWN][:_SHOWN]
+        axes, start, steps = drawing.subplots(), 0, [each for each in self.steps if each.is_judged][:_SHOWN]
         bars = sum(len(step.shares) for step in steps)
         digits = 2 if 2 * bars <= _LABELS else 1
         highest = max([1.0, *(abs(share) for step in steps for share in step.shares)])

@@ -54,11 +54,11 @@ class Track:
 
     Args:
         names: of parameters, by id.
-        group: the process group over which gradients are averaged or summed; None: one process.
+        group: gives the process group over which gradients are averaged or summed; None: one process.
     """
 
-    def __init__(self, optimizer: Optimizer, names: Mapping[int, str], group: Any) -> None:
-        self.optimizer, self.group = optimizer, group
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str], group: Callable[[], Any]) -> None:
+        self.optimizer, self._group = optimizer, group
         self.params: list[Tensor] = [param for each in optimizer.param_groups for param in each["params"]]
         self.names = [names.get(id(param), f"parameter {index}") for index, param in enumerate(self.params)]
         self._ids = {id(param) for param in self.params}
@@ -68,6 +68,11 @@ class Track:
         self.errors: list[str] = []
         self.now = Opened()
         self._losses = 1  # of a micro-batch, in windows before
+
+    @property
+    def group(self) -> Any:
+        """The process group, which a script may make after its optimizer."""
+        return self._group()
 
     def places(self) -> set[int]:
         """The addresses of p.grad."""

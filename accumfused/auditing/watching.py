@@ -39,7 +39,7 @@ _CALLS = {  # with which a clip begins
     "norm", "linalg_vector_norm", "vector_norm", "_foreach_norm", "pow", "__pow__", "square", "dot", "abs", "clamp_",
     "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_", _UNSCALING,
 }  # fmt: skip
-_LOSSES = "each micro-batch has {number:g} backward passes, if {steps} make a window: these may be losses that belong together"
+_LOSSES = "each micro-batch has {number:g} backward passes, if {steps} make a window: they may be losses of one sum"
 _FRAMEWORKS = {  # callers of others come first
     "transformers.trainer": "trainer", "lightning.": "lightning", "pytorch_lightning.": "lightning",
     "accelerate.optimizer": "accelerate",
@@ -294,7 +294,7 @@ def tracks_of(model: Module, optimizers: Optimizer | Iterable[Optimizer], group:
         raise ValueError("watch needs at least one optimizer")
     check_training(model)
     names = {id(param): name for name, param in model.named_parameters()}
-    tracks = [Track(optimizer, names, group) for optimizer in several]
+    tracks = [Track(optimizer, names, lambda: group) for optimizer in several]
     if any(is_dtensor(param) for track in tracks for param in track.params):
         raise RuntimeError("parameters are sharded (DTensor): their gradients are not whole here; audit one process")
     return tracks
