@@ -252,3 +252,168 @@ FAULTY |= {
     ),
     "gan_whose_judge_is_never_zeroed": ("different zero_grad", lambda: gan(zeroes=False)),
 }  # fmt: skip
+
+
+# ---- loaders, ramps, and loops that end otherwise --------------------------------------------------------------------
+
+
+def generated(sizes: Sequence[int]) -> Iterable[Batch]:
+    """A loader without a length."""
+    yield from lengths(*sizes)
+
+
+def by_count(*, is_inside: bool, sizes: Sequence[int] = (6, 2, 5, 3, 4, 6, 1, 7)) -> Any:
+    """Sums, divided by the samples of the whole window within the model or without."""
+    totals = [sum(sizes[i - i % K :][:K]) for i in range(len(sizes))]
+
+    def loss(model: Any, i: int, x: Tensor, y: Tensor) -> Iterable[Tensor]:
+        total = torch.tensor(totals[i])
+        loss = model({"x": x, "y": y}, total if is_inside else None)["loss"]
+        yield loss if is_inside else loss / total
+
+    return trained(loss, Returning(reduction="sum"), generated(sizes), steps=K)
+
+
+def weighted(sizes: Sequence[int] = (6, 2, 5, 3, 4, 6, 1, 7), *, is_opaque: bool = False) -> Any:
+    """Mean losses of a model, each times its share of the window's samples."""
+    totals = [sum(sizes[i - i % K :][:K]) for i in range(len(sizes))]
+
+    def loss(model: Any, i: int, x: Tensor, y: Tensor) -> Iterable[Tensor]:
+        yield model({"x": x, "y": y})["loss"] * len(y) / totals[i]
+
+    return trained(loss, Returning(is_opaque=is_opaque), lengths(*sizes), steps=K)
+
+
+def ramp(*, by: int | None = None) -> Any:
+    """Windows that grow: 1, 2, 4 micro-batches. Args: by: what divides each loss; None: the window's own number."""
+    model = Returning()
+    optimizer = SGD(model.parameters(), lr=0.05)
+    with af.audit.watch(model, optimizer) as report:
+        for count in (1, 2, 4, 4):
+            for x, y in lengths(*[6] * count):
+                (model({"x": x, "y": y})["loss"] / (by or count)).backward()
+            update(optimizer)
+    return report
+
+
+def scaled_loss(*, unscales: bool) -> Any:
+    """A model that returns its loss, under a GradScaler."""
+    model, scaler = Returning(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = SGD(model.parameters(), lr=0.05)
+    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
+        for i, (x, y) in enumerate(samples()):
+            scaler.scale(model({"x": x, "y": y})["loss"] / K).backward()
+            if (i + 1) % K == 0:
+                if unscales:
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    optimizer.step()
+                optimizer.zero_grad()
+    return report
+
+
+class TwoTerms(Seeded):
+    """Returns a loss and a penalty in one. Args: by: divides the loss. penalty_by: the penalty."""
+
+    def __init__(self, by: float = 1, penalty_by: float = 1) -> None:
+        super().__init__()
+        self.net, self.by, self.penalty_by = net(), by, penalty_by
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.net(x)
+        return F.cross_entropy(out, y) / self.by + 0.3 * out.square().mean() / self.penalty_by
+
+
+def two_terms(outside: float = 1, **options: Any) -> Any:
+    return trained(lambda m, i, x, y: [m(x, y) / outside], TwoTerms(**options), steps=K)
+
+
+def preferred_in_model(outside: float, sizes: Sequence[int] = (6,) * 8) -> Any:
+    """A model that takes a pair and returns its DPO-like loss."""
+
+    class Pairs(Seeded):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+            return -F.logsigmoid(self.net(chosen).sum(1) - self.net(rejected).sum(1)).mean()
+
+    return trained(lambda m, i, x, y: [m(x, x.flip(1)) / outside], Pairs(), lengths(*sizes), steps=K)
+
+
+def group_of_four(*, by: float) -> Any:
+    """GRPO whose micro-batch is one group: rewards measured from the group's mean and deviation, as plain numbers."""
+
+    def loss(model: Any, i: int, x: Tensor, y: Tensor) -> Iterable[Tensor]:
+        rewards = x[:, 0].tolist()
+        center = sum(rewards) / len(rewards)
+        spread = (sum((each - center) ** 2 for each in rewards) / len(rewards)) ** 0.5 + 1e-4
+        yield model(x, y, torch.tensor([(each - center) / spread for each in rewards])) / by
+
+    return trained(loss, Grouped(by=1), steps=K)
+
+
+def zeroed_between(optimizer: Any, i: int) -> None:
+    if i % K == 1:
+        optimizer.zero_grad()
+
+
+def one_loss_dropped(model: Any, i: int, x: Tensor, y: Tensor) -> Iterable[Tensor]:
+    """The gradients of the first head are zeroed before those of the second come."""
+    yield F.cross_entropy(model(x)[0], y) / K
+    for param in model.parameters():
+        param.grad = None
+    yield F.cross_entropy(model(x)[1], y) / K
+
+
+def three_losses(model: Any, i: int, x: Tensor, y: Tensor) -> Iterable[Tensor]:
+    a, b = model(x)
+    total = F.cross_entropy(a, y), 0.5 * F.cross_entropy(b, y), 0.1 * a.square().mean()
+    return [sum(total) / K]  # type: ignore[list-item]
+
+
+def passes_of_one_graph(model: Any, i: int, x: Tensor, y: Tensor) -> Iterable[Tensor]:
+    """Two losses of one forward pass, whose graph is kept for the second."""
+    a, b = model(x)
+    (F.cross_entropy(a, y) / K).backward(retain_graph=True)
+    yield F.cross_entropy(b, y) / K
+
+
+RIGHT |= {
+    "a_generator_and_sums_over_the_windows_count": ("equal", lambda: by_count(is_inside=False)),
+    "counts_given_to_the_model": ("equal", lambda: by_count(is_inside=True)),
+    "returned_means_weighted_by_samples": ("equal", weighted),
+    "opaque_means_weighted_by_samples": ("equal", lambda: weighted(is_opaque=True)),
+    "a_ramp_of_windows": ("equal", ramp),
+    "a_returned_loss_under_a_scaler": ("equal", lambda: scaled_loss(unscales=True)),
+    "two_terms_in_the_model": ("equal", lambda: two_terms(K)),
+    "two_terms_divided_in_the_model": ("equal", lambda: two_terms(by=K, penalty_by=K)),
+    "pairs_within_the_model": ("equal", lambda: preferred_in_model(K)),
+    "groups_of_one_micro_batch": ("equal", lambda: group_of_four(by=K)),
+    "three_losses_in_one_pass": ("equal", lambda: trained(three_losses, Heads(), steps=K)),
+    "two_losses_of_one_forward_pass": ("equal", lambda: trained(passes_of_one_graph, Heads(), steps=K)),
+    "two_losses_of_one_forward_pass_uncounted": ("equal", lambda: trained(passes_of_one_graph, Heads())),
+    "wasserstein_accumulated": ("equal", lambda: gan(3, is_wasserstein=True)),
+    "a_returned_loss_with_its_remainder_divided_by_its_own_number": ("equal", lambda: trained(
+        lambda m, i, x, y: [m({"x": x, "y": y})["loss"] / (K if i < K else 3)], Returning(), samples(K + 3), steps=K
+    )),
+}  # fmt: skip
+FAULTY |= {
+    "returned_sums_of_means_over_counts": ("different mean_of_means", inside(6, 2, 5, 3, outside=K, is_opaque=True)),
+    "a_ramp_divided_by_its_largest": ("scaled not_divided", lambda: ramp(by=4)),
+    "a_returned_loss_never_unscaled": ("scaled unscale", lambda: scaled_loss(unscales=False)),
+    "a_penalty_in_the_model_that_is_not_divided": ("different uneven", lambda: two_terms(by=K)),
+    "two_terms_not_divided": ("scaled not_divided", two_terms),
+    "pairs_with_a_small_micro_batch": ("different mean_of_means", lambda: preferred_in_model(K, (6, 6, 6, 2))),
+    "groups_not_divided": ("scaled not_divided", lambda: group_of_four(by=1)),
+    "a_returned_loss_zeroed_within_the_window": ("different zero_grad", lambda: trained(
+        lambda m, i, x, y: [m({"x": x, "y": y})["loss"] / K], Returning(), steps=K, between=zeroed_between
+    )),
+    "the_first_of_two_losses_dropped": ("different zero_grad", lambda: trained(one_loss_dropped, Heads(), steps=K)),
+    "opaque_and_a_remainder": (
+        "scaled remainder_under_weighted", inside(*[6] * (K + 3), outside=K, is_opaque=True),
+    ),
+    "divided_within_the_model_with_a_remainder": ("scaled remainder_under_weighted", inside(*[6] * (K + 2), by=K)),
+}  # fmt: skip

@@ -152,7 +152,7 @@ class AuditReport:
             times = " to ".join(f"{factor:.4g}" for factor in dict.fromkeys([factors[0], factors[-1]]))
             return f"The update has the direction of the large batch, its length times {times}."
         if worst.verdict == UNKNOWN:
-            return f"Cannot tell{' from the graph' if self.advice else ''}: {'; '.join(self.reasons)}."
+            return f"Cannot tell: {'; '.join(self.reasons)}."
         tensor = max(worst.tensors[1:], key=lambda each: each.difference, default=worst.tensors[0])
         most = f", most in {tensor.name} ({_percent(tensor.difference)})" if tensor.name else ""
         return f"The update is NOT that of the large batch: the gradient is off by {_percent(worst.difference)}{most}."

@@ -100,9 +100,9 @@ class Track:
             return
         is_later = bool(self.now.micro_batches) and self.now.micro_batches[0] is not micro_batch
         if before is None or not bool(before.any()):
-            earlier = [each.grads.get(id(param)) for each in self.now.micro_batches if each is not micro_batch]
-            was_there = any(grad is not None and bool(grad.any()) for grad in earlier)
-            if was_there and not self._folds:
+            earlier = (each for each in self.now.micro_batches[self.now.reset :] if each is not micro_batch)
+            brought = [each.grads[id(param)] for each in earlier if id(param) in each.grads]
+            if brought and bool(sum(brought[1:], brought[0]).any()) and not self._folds:  # they may cancel
                 gone = len(self.now.micro_batches) - (self.now.micro_batches[-1] is micro_batch)
                 is_for_inputs = all(each.reading.ends_beside for each in self.now.micro_batches[:gone])
                 if is_for_inputs and self.expected == 1:

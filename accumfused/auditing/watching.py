@@ -39,7 +39,7 @@ _CALLS = {  # with which a clip begins
     "norm", "linalg_vector_norm", "vector_norm", "_foreach_norm", "pow", "__pow__", "square", "dot", "abs", "clamp_",
     "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_", _UNSCALING,
 }  # fmt: skip
-_LOSSES = "each micro-batch has {number:g} backward passes, if {steps} make a window: they may be losses of one sum"
+_LOSSES = "there are {number:g} times as many backward passes, which is right if each micro-batch has so many losses"
 _FRAMEWORKS = {  # callers of others come first
     "transformers.trainer": "trainer", "lightning.": "lightning", "pytorch_lightning.": "lightning",
     "accelerate.optimizer": "accelerate",
@@ -122,6 +122,10 @@ class Watch:
             report.advice += f"\nTo leave this out, say ignore={tuple(names)} or --ignore {' --ignore '.join(names)}."
         for track in self.tracks:
             self._count_losses(track.windows)
+            if any("length" in window.reasons for window in track.windows):
+                report.advice = (
+                    "The direction is that of the large batch. To know its length, divide in the loop, by K."
+                )
             report.take(track.windows, self._steps, self._ignore, self._setting)
         report.overlook(self._ignore)
         skipped, judged = sum(track.skipped for track in self.tracks), len(windows)
@@ -152,7 +156,7 @@ class Watch:
             for window in windows:
                 if window.verdict == SCALED and is_close(window.ratio, number):
                     window.verdict = UNKNOWN
-                    window.reasons = {"length": _LOSSES.format(number=number, steps=self._steps)}
+                    window.reasons = {"length": _LOSSES.format(number=number)}
 
     # ---- what happens in the loop ----------------------------------------------------------------------------------
 

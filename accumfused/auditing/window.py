@@ -18,7 +18,7 @@ EQUAL, SCALED, UNKNOWN, DIFFERENT = "equal", "scaled", "unknown", "different"  #
 WORST = (EQUAL, SCALED, UNKNOWN, DIFFERENT)
 TOLERANCE = 1e-4  # of the gradient: sums in fp32 stay below
 LOST = 0.01  # of the largest weight: micro-batches below did not reach the step
-UNSEEN = "the loss may divide by the number of micro-batches itself, where the audit does not see it"
+UNSEEN = "the loss itself divides by the number of micro-batches, where the audit does not see it"
 _CLOSE = 2e-3  # relative: two numbers that are the same but for rounding
 
 
@@ -110,7 +110,7 @@ def judge(
     pieces = [added([part.grads for part in each], [1.0] * len(each)) if each[1:] else each[0].grads for each in parts]
     of_rank = len(micro_batches) // world
     likely = [index % of_rank >= reset for index in range(len(micro_batches))] + [False] * len(stale)
-    fitted, residual = weights_of([*pieces, *stale], taken, likely)
+    fitted, residual = _fitted([*pieces, *stale], taken, likely, has_reset=reset > 0)
     largest = max(map(abs, fitted))
     own = [not m.is_used or abs(w) >= LOST * largest for w, m in zip(fitted, micro_batches, strict=False)]
     reset = sum(own[:reset])
@@ -144,6 +144,17 @@ def judge(
         window.reasons |= dependences(micro_batches)
     _rescale(window)
     return window
+
+
+def _fitted(pieces: list[Grads], taken: Grads, likely: list[bool], *, has_reset: bool) -> tuple[list[float], float]:
+    """Weights as `weights_of` has them: of the likely pieces alone, where p.grad was reset and these explain it all."""
+    if has_reset and any(likely):
+        own = [*itertools.compress(pieces, likely)]
+        weights, residual = weights_of(own, taken, [True] * len(own))
+        if residual <= TOLERANCE:
+            left = iter(weights)
+            return [next(left) if each else 0.0 for each in likely], residual
+    return weights_of(pieces, taken, likely)
 
 
 def _rescale(window: Window) -> None:
@@ -187,7 +198,7 @@ def decide(
         window.verdict = SCALED
     else:
         window.verdict = UNKNOWN
-        window.reasons = {"length": f"its direction is right, its length, times {window.ratio:.4g}, may be: {UNSEEN}"}
+        window.reasons = {"length": f"its length is times {window.ratio:.4g}, which is right if {UNSEEN}"}
     _rescale(window)
 
 

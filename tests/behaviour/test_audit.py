@@ -206,7 +206,7 @@ def test_gradients_of_zero_and_windows_without_targets_are_no_fault() -> None:
 
 def test_a_loss_that_is_not_seen_is_not_judged_and_the_report_says_what_can() -> None:
     text = str(LOOPS["a_backward_that_is_not_seen"][1]())
-    assert text.startswith("Cannot tell from the graph: its backward() was not seen.\nTo know, call af.audit(")
+    assert text.startswith("Cannot tell: its backward() was not seen.\nTo know, call af.audit(")
 
 
 # ---- what is refused, before anything changes ------------------------------------------------------------------------
