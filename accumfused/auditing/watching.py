@@ -133,6 +133,9 @@ class Watch:
             report.notes.append(
                 f"{skipped} of {skipped + judged} steps were not judged: their gradients were inf or NaN"
             )
+        losses = max((window.losses for window in windows), default=1)
+        if losses > 1:
+            report.notes.append(f"each micro-batch has {losses} backward passes: they are taken for losses of one sum")
         sums = {window.sum_over for window in windows if window.sum_over[0] > 1}
         if len({constant for constant, _ in sums}) == 1 and len(sums) > 1:
             report.notes.append(

@@ -140,7 +140,7 @@ def judge(
         window.verdict = DIFFERENT
     else:
         window.verdict = EQUAL if is_close(ratios[0], 1.0) else SCALED
-    if len(micro_batches) > 1:
+    if window.arrived * world > 1:
         window.reasons |= dependences(micro_batches)
     _rescale(window)
     return window
