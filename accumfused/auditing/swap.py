@@ -10,6 +10,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -96,7 +98,7 @@ def _apart(command: list[str], peers: Peers, number: int, *, is_nudged: bool = F
     os.environ["PYTHONHASHSEED"] = "0"
     context: Any = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(there, command, peers, number, is_nudged))
+    process = context.Process(target=_run, args=(there, command, peers, meeting_port(number), is_nudged))
     process.start()
     there.close()
     try:
@@ -108,9 +110,10 @@ def _apart(command: list[str], peers: Peers, number: int, *, is_nudged: bool = F
     return run
 
 
-def _run(pipe: Connection, command: list[str], peers: Peers, number: int, is_nudged: bool) -> None:
+def _run(pipe: Connection, command: list[str], peers: Peers, port: str | None, is_nudged: bool) -> None:
     """Sends the run of a script, which ends within its last update."""
-    keep_apart(number)
+    if port is not None:
+        os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
     for stock, fused in peers.items():
         setattr(torch.optim, stock.__name__, fused)
     torch.manual_seed(0)
@@ -142,12 +145,26 @@ def _run(pipe: Connection, command: list[str], peers: Peers, number: int, is_nud
     pipe.send(Run(losses, [*optimizers], code))
 
 
-def keep_apart(number: int) -> None:
-    """Lets the processes of a run meet at a place of their own: torchrun's store keeps what a run before has left."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}{number}"
-    elif "MASTER_PORT" in os.environ:
-        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + number)
+def meeting_port(number: int) -> str | None:
+    """A port at which the processes of a run meet; at torchrun's own they would find what a run before has left there.
+
+    Args:
+        number: of the run.
+
+    Returns:
+        The same in all processes of a launcher; None without one.
+    """
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if address is None or port is None:
+        return None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return str(int(port) + number)
+    store, key = TCPStore(address, int(port), is_master=False), f"accumfused audit {number}"
+    if is_first():
+        with socket.socket() as server:
+            server.bind(("", 0))
+            store.set(key, str(server.getsockname()[1]))
+    return store.get(key).decode()
 
 
 @torch.no_grad()

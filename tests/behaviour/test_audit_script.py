@@ -16,7 +16,7 @@ import torch
 
 import accumfused
 from accumfused.__main__ import main
-from accumfused.auditing import swap
+from accumfused.auditing import script, swap
 from accumfused.auditing.swap import Run
 from accumfused.optimizers import PEERS
 
@@ -108,6 +108,15 @@ def test_nothing_of_a_script_runs_after_its_end_so_that_no_file_is_written(path:
     assert (code, "goes on" in out) == (0, False), out
     assert not Path("finally.pt").exists()
     assert not Path("atexit.pt").exists()
+
+
+def test_the_first_block_of_the_page_prints_what_the_page_says(path: str) -> None:
+    page = (Path(script.__file__).parents[2] / "docs" / "guide" / "audit.md").read_text()
+    text, _, rest = page.partition("<<'END'\n")[2].partition("END\naccumfused audit train.py\n")
+    Path(path).write_text(text)
+    code, out = audited("train.py")
+    assert code == 1
+    assert out.startswith("\n" + rest.partition("```text\n")[2].partition("...\n")[0]), out
 
 
 def test_a_fault_is_an_exit_code_unless_its_cause_is_ignored_and_a_short_script_is_judged_by_what_it_did(
@@ -248,18 +257,18 @@ def test_a_nudge_is_a_rounding_of_some_weights_and_draws_no_number_of_the_script
     assert 400 < int((param == 1).sum()) < 600
 
 
-@pytest.mark.parametrize(("environment", "changed"), [
-    ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_PORT": "29500"},
-     {"TORCHELASTIC_RESTART_COUNT": "02"}),
-    ({"MASTER_PORT": "29500"}, {"MASTER_PORT": "29502"}), ({}, {}),
-])  # fmt: skip
-def test_each_run_of_a_launcher_has_a_meeting_place_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], changed: dict[str, str]
-) -> None:
-    names = ["TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT"]
-    for name in names:
+def test_each_run_of_a_launcher_has_a_meeting_place_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    swap.keep_apart(2)
-    assert {name: os.environ[name] for name in names if name in os.environ} == environment | changed
+    assert swap.meeting_port(1) is None
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True)  # as torchrun's agent has one
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    assert [swap.meeting_port(run) for run in (1, 2)] == [str(store.port + 1), str(store.port + 2)]
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    ports = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        ports.append([swap.meeting_port(run) for run in (1, 2)])
+    assert ports[0] == ports[1]
+    assert len({*ports[0], str(store.port)}) == 3
