@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from accumfused.auditing.fit import Grads, added
 from accumfused.auditing.graph import Reading, factors_until
 from accumfused.auditing.once import Subject
-from accumfused.auditing.passes import MicroBatch
+from accumfused.auditing.passes import Pass
 from accumfused.auditing.randomness import Generators
 from accumfused.auditing.rows import copied, leaves
 from accumfused.auditing.samples import joined
-from accumfused.auditing.window import Window, decide
+from accumfused.auditing.step import Step, decide
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Calls:
         else:
             self._seen.append((None, None, []))
 
-    def follow(self, loss: Tensor, reading: Reading, micro_batch: MicroBatch) -> None:
+    def follow(self, loss: Tensor, reading: Reading, micro_batch: Pass) -> None:
         """Before backward: whether the loss is what one call has returned."""
         if len(self._seen) == 1 and not reading.spans:
             inputs, dtype, outputs = self._seen[0]
@@ -71,14 +71,14 @@ class Calls:
         """Lets go of the loop's tensors."""
         self._seen = []
 
-    def judge(self, window: Window, taken: Grads, ids: Sequence[int], names: Sequence[str], expected: int) -> None:
+    def judge(self, step: Step, taken: Grads, ids: Sequence[int], names: Sequence[str], expected: int) -> None:
         """Gives the window the verdict of this comparison, if it can be made."""
-        calls = [each.call for each in window.micro_batches]
-        if len(calls) < 2 or not all(calls) or window.losses > 1 or "weights_changed" in window.flags:
+        calls = [each.call for each in step.passes]
+        if len(calls) < 2 or not all(calls) or step.losses > 1 or "weights_changed" in step.flags:
             return
         states = self._generators.states()
         try:
-            self._judge(window, calls, taken, ids, names, expected)
+            self._judge(step, calls, taken, ids, names, expected)
         except Exception as error:  # also a model that cannot be copied
             self.note = f"the window could not be computed at once: {type(error).__name__}: {error}"
         finally:
@@ -92,7 +92,7 @@ class Calls:
         return torch.get_autocast_dtype(self._device) if torch.is_autocast_enabled(self._device) else None
 
     def _judge(
-        self, window: Window, calls: list[Call], taken: Grads, ids: Sequence[int], names: Sequence[str], expected: int
+        self, step: Step, calls: list[Call], taken: Grads, ids: Sequence[int], names: Sequence[str], expected: int
     ) -> None:
         inputs, dtype = [call.inputs for call in calls], calls[0].autocast
 
@@ -119,10 +119,10 @@ class Calls:
         if any(g is None and w is not None for g, w in zip(by_track(whole.part.grads), taken, strict=True)):
             raise ValueError("a copy of the model does not reach its own parameters")
         if subject.has_set_aside:  # what the loop would have got without it
-            weights = [weight * math.prod(call.factors) for weight, call in zip(window.weights, calls, strict=True)]
+            weights = [weight * math.prod(call.factors) for weight, call in zip(step.weights, calls, strict=True)]
             taken = added([by_track(piece.part.grads) for piece in pieces], weights)
         part = replace(whole.part, grads=by_track(whole.part.grads))
         if whole.micro_batch.reading.unknown:
             part.terms = []
         factors = [call.factors for call in calls]
-        decide(window, part, taken, names, subject.tolerance, expected=expected, factors=factors)
+        decide(step, part, taken, names, subject.tolerance, expected=expected, factors=factors)

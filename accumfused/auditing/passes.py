@@ -1,4 +1,4 @@
-"""Backward passes, and which of them belong to one micro-batch: each of its losses may have one."""
+"""Backward passes, those of a step that is still to come, and which of them are losses of one micro-batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accumfused.auditing.graph import Reading, Term, main_of
 
 
 @dataclass
-class MicroBatch:
+class Pass:
     """One backward pass."""
 
     reading: Reading = field(default_factory=lambda: Reading(unknown=["its backward() was not seen"]))
@@ -36,7 +36,32 @@ class MicroBatch:
         return main_of(self.reading.terms) or Term("", [], [], mean_of=float(self.samples or 1), is_mean=True)
 
 
-def number_losses(passes: Sequence[MicroBatch], expected: int | None, losses: int) -> None:
+@dataclass
+class Opened:
+    """What is seen of a window before its step.
+
+    Args:
+        flags: what happened, with details, by the name of the cause.
+        is_unscaled: a GradScaler has unscaled the gradients.
+        before_clip: the gradients that a clip, or a norm for a log, has found.
+        stale: p.grad as the window found it, by parameter.
+        reset: micro-batches before this one were gone from p.grad.
+        is_for_inputs: these had gradients of inputs, too, and may have been there for those.
+        sums: of each parameter, at the window's first backward.
+    """
+
+    passes: list[Pass] = field(default_factory=list)
+    flags: dict[str, str] = field(default_factory=dict)
+    is_unscaled: bool = False
+    before_clip: list[Tensor | None] | None = None
+    is_clipped: bool = False
+    stale: dict[int, Tensor] = field(default_factory=dict)
+    reset: int = 0
+    is_for_inputs: bool = False
+    sums: Tensor | None = None
+
+
+def number_losses(passes: Sequence[Pass], expected: int | None, losses: int) -> None:
     """Numbers the losses of each micro-batch of a window, where several have a backward pass each.
 
     They repeat in turn, or one after another, and differ: in their form or sign, in the parameters that they reach, in
@@ -60,7 +85,7 @@ def number_losses(passes: Sequence[MicroBatch], expected: int | None, losses: in
             each.loss = order.index(key)
 
 
-def _key(each: MicroBatch, before: Sequence[MicroBatch]) -> Any:
+def _key(each: Pass, before: Sequence[Pass]) -> Any:
     """Equal for passes of one loss."""
     forms = tuple((term.kind, term.factor < 0, term.target) for term in each.reading.terms if term.has_rows)
     return forms, each.modules, frozenset(each.grads), sum(_are_same(each.inputs, other.inputs) for other in before)

@@ -11,7 +11,7 @@ from typing import Any
 
 from accumfused.auditing.fit import TensorDifference
 from accumfused.auditing.hints import CAUSES, final, hints
-from accumfused.auditing.window import DIFFERENT, EQUAL, SCALED, UNKNOWN, WORST, Window
+from accumfused.auditing.step import DIFFERENT, EQUAL, SCALED, UNKNOWN, WORST, Step
 
 _SHOWN = 8  # steps and tensors in the table
 _LABELS = 16  # of bars in a picture
@@ -111,13 +111,13 @@ class AuditReport:
         """The names of the causes."""
         return [finding.name for finding in self.causes]
 
-    def take(self, windows: Sequence[Window], steps: int | None, ignore: set[str], setting: str) -> None:
+    def take(self, windows: Sequence[Step], steps: int | None, ignore: set[str], setting: str) -> None:
         """Adds windows with their verdicts and hints. Args: steps: gradient_accumulation_steps, if known."""
-        for window in windows:
-            verdict = final(window, ignore)
-            count = window.arrived * window.world
-            self.steps.append(StepFit(count, window.shares, window.fits, verdict, window.ratio))
-            reasons = [window.reasons[name] for name in window.reasons if verdict == UNKNOWN and name not in ignore]
+        for step in windows:
+            verdict = final(step, ignore)
+            count = step.arrived * step.world
+            self.steps.append(StepFit(count, step.shares, step.fits, verdict, step.ratio))
+            reasons = [step.reasons[name] for name in step.reasons if verdict == UNKNOWN and name not in ignore]
             self.reasons += [reason for reason in reasons if reason not in self.reasons]
         found = {name: detail for name, detail in hints(windows, steps).items() if name not in self.names}
         self.causes += [Finding(name, detail, setting) for name, detail in found.items()]

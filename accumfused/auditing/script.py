@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 
 from accumfused.auditing.hints import CAUSES
 from accumfused.auditing.report import AuditReport
+from accumfused.auditing.step import DIFFERENT, EQUAL, SCALED
 from accumfused.auditing.track import Track
 from accumfused.auditing.watching import Watch
-from accumfused.auditing.window import DIFFERENT, EQUAL, SCALED
 
 SOUND, FAULTY, CANNOT_TELL, FAILED = 0, 1, 3, 4  # exit codes; 2 is argparse's
 _WINDOWS, _MOST_WINDOWS = 2, 8

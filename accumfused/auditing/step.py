@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accumfused.auditing.fit import Grads, TensorDifference, added, differences, weights_of
 from accumfused.auditing.graph import Term
-from accumfused.auditing.passes import MicroBatch
+from accumfused.auditing.passes import Opened, Pass
 
 EQUAL, SCALED, UNKNOWN, DIFFERENT = "equal", "scaled", "unknown", "different"  # verdicts, from best to worst
 WORST = (EQUAL, SCALED, UNKNOWN, DIFFERENT)
@@ -34,7 +34,7 @@ class Part:
 
 
 @dataclass
-class Window:
+class Step:
     """The micro-batches between two steps of an optimizer.
 
     Args:
@@ -51,7 +51,7 @@ class Window:
         sum_over: the number by which a loss that is a sum is divided, and the count of its terms.
     """
 
-    micro_batches: list[MicroBatch]
+    passes: list[Pass]
     weights: list[float]
     shares: list[float]
     stale: float
@@ -69,58 +69,58 @@ class Window:
     @property
     def losses(self) -> int:
         """How many losses each micro-batch has, with a backward pass for each."""
-        return 1 + max((each.loss for each in self.micro_batches), default=0)
+        return 1 + max((each.loss for each in self.passes), default=0)
 
     @property
     def arrived(self) -> int:
         """Micro-batches of each process."""
-        return len(self.micro_batches) // self.world // self.losses
+        return len(self.passes) // self.world // self.losses
 
     @property
     def lost(self) -> int:
         """How many of a process neither this step nor another optimizer's has taken."""
         sizes = [abs(share * each.main.size) for share, each in self.pairs]
-        pairs = zip(sizes, self.micro_batches, strict=True)
+        pairs = zip(sizes, self.passes, strict=True)
         return sum(size < LOST * max(sizes) and not each.is_used for size, each in pairs) // self.world // self.losses
 
     @property
-    def weighed(self) -> list[tuple[float, MicroBatch]]:
+    def weighed(self) -> list[tuple[float, Pass]]:
         """Weights and micro-batches."""
-        return list(zip(self.weights, self.micro_batches, strict=True))
+        return list(zip(self.weights, self.passes, strict=True))
 
     @property
-    def pairs(self) -> list[tuple[float, MicroBatch]]:
+    def pairs(self) -> list[tuple[float, Pass]]:
         """Shares and micro-batches."""
-        return list(zip(self.shares, self.micro_batches, strict=True))
+        return list(zip(self.shares, self.passes, strict=True))
 
 
 def judge(
-    micro_batches: list[MicroBatch], parts: list[list[Part]], stale: list[Grads], taken: Grads, names: Sequence[str],
-    *, expected: int | None, world: int, reset: int, flags: dict[str, str],
-) -> Window:  # fmt: skip
+    opened: Opened, parts: list[list[Part]], stale: list[Grads], taken: Grads, names: Sequence[str],
+    *, expected: int | None, world: int = 1,
+) -> Step:  # fmt: skip
     """The verdict on one step.
 
     Args:
-        parts: of each micro-batch.
+        opened: what was seen before it, of all processes.
+        parts: of each pass.
         stale: the gradients that the window found in p.grad, if there were any.
         taken: the gradients that the step takes.
         expected: gradient_accumulation_steps.
-        reset: so many of the first micro-batches are gone from p.grad, by what was seen.
+        world: the number of processes.
     """
+    passes, reset, flags = opened.passes, opened.reset, opened.flags
     pieces = [added([part.grads for part in each], [1.0] * len(each)) if each[1:] else each[0].grads for each in parts]
-    of_rank = len(micro_batches) // world
-    likely = [index % of_rank >= reset for index in range(len(micro_batches))] + [False] * len(stale)
+    of_rank = len(passes) // world
+    likely = [index % of_rank >= reset for index in range(len(passes))] + [False] * len(stale)
     fitted, residual = _fitted([*pieces, *stale], taken, likely, has_reset=reset > 0)
     largest = max(map(abs, fitted))
-    own = [not m.is_used or abs(w) >= LOST * largest for w, m in zip(fitted, micro_batches, strict=False)]
+    own = [not m.is_used or abs(w) >= LOST * largest for w, m in zip(fitted, passes, strict=False)]
     reset = sum(own[:reset])
-    micro_batches, parts = list(itertools.compress(micro_batches, own)), list(itertools.compress(parts, own))
+    passes, parts = list(itertools.compress(passes, own)), list(itertools.compress(parts, own))
     weights = list(itertools.compress(fitted, own))
-    shares = [weight / (each.main.divisor or 1.0) for weight, each in zip(weights, micro_batches, strict=True)]
-    window = Window(micro_batches, weights, shares, fitted[-1] if stale else 0.0, residual, flags, world, reset)
-    families = _families(
-        list(itertools.chain(*parts)), window.arrived, expected or window.arrived, world, window.reasons
-    )
+    shares = [weight / (each.main.divisor or 1.0) for weight, each in zip(weights, passes, strict=True)]
+    step = Step(passes, weights, shares, fitted[-1] if stale else 0.0, residual, flags, world, reset)
+    families = _families(list(itertools.chain(*parts)), step.arrived, expected or step.arrived, world, step.reasons)
     large = [family.large() for family in families]
     scales, _ = weights_of(large, taken, [True] * len(large))
     right = [family.right(scale) for family, scale in zip(families, scales, strict=True)]
@@ -129,21 +129,21 @@ def judge(
     turns = [ratio * sum(numbers) / number for ratio, number in zip(ratios, numbers, strict=True)]
     if _same(turns) and (is_close(turns[0], 1.0) if sum(numbers) == expected else not _same(ratios)):
         right, ratios = [scale / turns[0] for scale in scales], turns  # losses of several forms take turns
-    elif not _same([*map(float, numbers)]) and not _same(ratios) and abs(window.stale) <= LOST:
-        window.reasons["unread"] = "losses of different forms come in different numbers"
-    window.fits, window.ratio = differences(large, right, taken, names), ratios[0]
-    window.sum_over = families[0].constant, families[0].count
+    elif not _same([*map(float, numbers)]) and not _same(ratios) and abs(step.stale) <= LOST:
+        step.reasons["unread"] = "losses of different forms come in different numbers"
+    step.fits, step.ratio = differences(large, right, taken, names), ratios[0]
+    step.sum_over = families[0].constant, families[0].count
     is_off = differences(large, scales, taken, names)[0].difference > TOLERANCE
     if not is_off and not _same(ratios):
         flags["uneven"] = f"its losses enter with the factors {', '.join(f'{ratio:.3g}' for ratio in ratios)}"
     if {"weights_changed", "unsynced"} & flags.keys() or is_off or not _same(ratios) or min(ratios) <= 0:
-        window.verdict = DIFFERENT
+        step.verdict = DIFFERENT
     else:
-        window.verdict = EQUAL if is_close(ratios[0], 1.0) else SCALED
-    if window.arrived * world > 1:
-        window.reasons |= dependences(micro_batches)
-    _rescale(window)
-    return window
+        step.verdict = EQUAL if is_close(ratios[0], 1.0) else SCALED
+    if step.arrived * world > 1:
+        step.reasons |= dependences(passes)
+    _rescale(step)
+    return step
 
 
 def _fitted(pieces: list[Grads], taken: Grads, likely: list[bool], *, has_reset: bool) -> tuple[list[float], float]:
@@ -157,16 +157,16 @@ def _fitted(pieces: list[Grads], taken: Grads, likely: list[bool], *, has_reset:
     return weights_of(pieces, taken, likely)
 
 
-def _rescale(window: Window) -> None:
+def _rescale(step: Step) -> None:
     """Gives the shares the mean that the verdict says."""
-    sizes = [each.main.size for each in window.micro_batches]
-    mean = sum(share * size for share, size in zip(window.shares, sizes, strict=True)) / (sum(sizes) or 1.0)
-    wanted = 1.0 if window.verdict == DIFFERENT else window.ratio
-    window.shares = [share * wanted / (mean or 1.0) for share in window.shares]
+    sizes = [each.main.size for each in step.passes]
+    mean = sum(share * size for share, size in zip(step.shares, sizes, strict=True)) / (sum(sizes) or 1.0)
+    wanted = 1.0 if step.verdict == DIFFERENT else step.ratio
+    step.shares = [share * wanted / (mean or 1.0) for share in step.shares]
 
 
 def decide(
-    window: Window, whole: Part, taken: Grads, names: Sequence[str], tolerance: float,
+    step: Step, whole: Part, taken: Grads, names: Sequence[str], tolerance: float,
     *, expected: int = 1, factors: Sequence[Sequence[float]] = (), right: float | None = None,
 ) -> None:  # fmt: skip
     """Takes the direction from the window computed at once, and the length from where its divisions were seen.
@@ -181,42 +181,42 @@ def decide(
         right: the number that belongs in front of the window's gradients; None: it is looked for.
     """
     scale = weights_of([whole.grads], taken, [True])[0][0]
-    is_foreign = window.residual > TOLERANCE or abs(window.stale) > LOST  # something else is in the step's gradient
+    is_foreign = step.residual > TOLERANCE or abs(step.stale) > LOST  # something else is in the step's gradient
     is_off = differences([whole.grads], [scale], taken, names)[0].difference > tolerance or is_foreign
-    is_read, is_divided = "unread" not in window.reasons, True
-    if right is None and is_read and window.verdict != DIFFERENT and not is_off:
-        right = scale / window.ratio
+    is_read, is_divided = "unread" not in step.reasons, True
+    if right is None and is_read and step.verdict != DIFFERENT and not is_off:
+        right = scale / step.ratio
     elif right is None:
-        right, is_divided = _length(whole, scale, window, expected, factors)
-    window.fits, window.is_decided = differences([whole.grads], [right], taken, names), True
-    window.ratio = scale / right
-    if is_off or (is_read and "uneven" in window.flags):  # some of its terms are longer than others
-        window.verdict = DIFFERENT
-    elif is_close(window.ratio, 1.0) or window.fits[0].difference <= tolerance:
-        window.verdict = EQUAL
-    elif is_divided or not _is_count(window.ratio, (window.arrived, expected, window.arrived / expected)):
-        window.verdict = SCALED
+        right, is_divided = _length(whole, scale, step, expected, factors)
+    step.fits, step.is_decided = differences([whole.grads], [right], taken, names), True
+    step.ratio = scale / right
+    if is_off or (is_read and "uneven" in step.flags):  # some of its terms are longer than others
+        step.verdict = DIFFERENT
+    elif is_close(step.ratio, 1.0) or step.fits[0].difference <= tolerance:
+        step.verdict = EQUAL
+    elif is_divided or not _is_count(step.ratio, (step.arrived, expected, step.arrived / expected)):
+        step.verdict = SCALED
     else:
-        window.verdict = UNKNOWN
-        window.reasons = {"length": f"its length is times {window.ratio:.4g}, which is right if {UNSEEN}"}
-    _rescale(window)
+        step.verdict = UNKNOWN
+        step.reasons = {"length": f"its length is times {step.ratio:.4g}, which is right if {UNSEEN}"}
+    _rescale(step)
 
 
 def _length(
-    whole: Part, scale: float, window: Window, expected: int, factors: Sequence[Sequence[float]]
+    whole: Part, scale: float, step: Step, expected: int, factors: Sequence[Sequence[float]]
 ) -> tuple[float, bool]:
     """The number in front of the window's gradient that was meant, and whether all that divides it was seen."""
     columns = list(zip(*factors, strict=False))
     is_even = all(map(_same, columns)) and len({*map(len, factors)}) < 2  # else they weigh micro-batches by counts
     own = [column[0] for column in columns] if is_even else []
     if whole.terms:
-        scales = [factor for factor in own if factor in window.micro_batches[0].main.scales]
+        scales = [factor for factor in own if factor in step.passes[0].main.scales]
         terms = [replace(t, factors=[*t.factors, *own], scales=[*t.scales, *scales]) for t in whole.terms]
         main = next(read for read, term in zip(terms, whole.terms, strict=True) if term is whole.main)
-        family = _family([replace(whole, terms=terms, main=main)], window.arrived, expected, 1, {}, window.arrived)
+        family = _family([replace(whole, terms=terms, main=main)], step.arrived, expected, 1, {}, step.arrived)
         rights = [each * math.prod(own) * family.weights[0] for each in (1.0, *family.others)]
     else:
-        counts = [count for count in (window.arrived, expected) if count > 1]
+        counts = [count for count in (step.arrived, expected) if count > 1]
         free = [factor for factor in own if not any(is_close(abs(factor), 1 / count) for count in counts)]
         undone = [factor for factor in free if not any(is_close(factor, count) for count in counts)]
         rights = [*map(math.prod, (free, undone)), 1.0]
@@ -229,12 +229,12 @@ def _is_count(ratio: float, counts: Iterable[float]) -> bool:
     return any(is_close(abs(ratio), each) or is_close(abs(ratio), 1 / each) for each in counts)
 
 
-def dependences(micro_batches: Sequence[MicroBatch]) -> dict[str, str]:
+def dependences(passes: Sequence[Pass]) -> dict[str, str]:
     """What the graph shows of samples that depend on each other, or does not show."""
     found: dict[str, str] = {}
-    if any(each.has_batch_norm for each in micro_batches):
+    if any(each.has_batch_norm for each in passes):
         found["batch_norm"] = "BatchNorm in training mode makes samples depend on each other"
-    for each in micro_batches:
+    for each in passes:
         terms = [term for term in each.reading.terms if term.has_rows]
         coupled = [term for term in terms if term.is_coupled]
         if coupled and "batch_norm" not in found and not each.reading.unknown:
