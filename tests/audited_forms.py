@@ -125,11 +125,12 @@ def with_auxiliary(model: Any, i: int, x: Tensor, y: Tensor) -> Iterable[Tensor]
 
 def gan(
     count: int = 1, *, by: float | None = None, zeroes: bool = True, is_wasserstein: bool = False,
-    steps: int | None = None, sizes: Sequence[int] = (5,),
+    is_hinge: bool = False, is_normed: bool = False, is_judge_alone: bool = False, steps: int | None = None,
 ) -> Any:  # fmt: skip
     """A GAN of two optimizers: the judge's losses of real and made samples have a backward pass each."""
     torch.manual_seed(0)
-    made, judge = nn.Linear(4, 6), nn.Linear(6, 1)
+    made = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6) if is_normed else nn.Tanh())
+    judge = nn.Linear(6, 1)
     both = nn.ModuleDict({"made": made, "judge": judge})
     optimizers = [SGD(judge.parameters(), lr=0.05), SGD(made.parameters(), lr=0.05)]
     divisor = by or count
@@ -137,20 +138,22 @@ def gan(
     def loss(out: Tensor, is_real: bool) -> Tensor:
         if is_wasserstein:
             return -out.mean() if is_real else out.mean()
+        if is_hinge:
+            return F.relu(1 - out if is_real else 1 + out).mean()
         return F.binary_cross_entropy_with_logits(out, torch.full_like(out, float(is_real)))
 
-    with af.audit.watch(both, optimizers, gradient_accumulation_steps=steps) as report:
+    seen: Any = (judge, optimizers[:1]) if is_judge_alone else (both, optimizers)
+    with af.audit.watch(*seen, gradient_accumulation_steps=steps) as report:
         for step in range(3):
             if zeroes or step == 0:
                 judge.zero_grad()
-            for i in range(count):
-                size = sizes[i % len(sizes)]
-                (loss(judge(torch.randn(size, 6)), True) / divisor).backward()
-                (loss(judge(made(torch.randn(size, 4)).detach()), False) / divisor).backward()
+            for _ in range(count):
+                (loss(judge(torch.randn(5, 6)), True) / divisor).backward()
+                (loss(judge(made(torch.randn(5, 4)).detach()), False) / divisor).backward()
             optimizers[0].step()
             made.zero_grad()
-            for i in range(count):
-                (loss(judge(made(torch.randn(sizes[i % len(sizes)], 4))), True) / divisor).backward()
+            for _ in range(count):
+                (loss(judge(made(torch.randn(5, 4))), True) / divisor).backward()
             optimizers[1].step()
     return report
 
@@ -368,6 +371,18 @@ def one_loss_dropped(model: Any, i: int, x: Tensor, y: Tensor) -> Iterable[Tenso
     yield F.cross_entropy(model(x)[1], y) / K
 
 
+def leaked() -> Any:
+    """Epochs of five, the last of them small: the fifth enters the next epoch's first step."""
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.05)
+    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K) as report:
+        for i, (x, y) in enumerate(lengths(6, 6, 6, 6, 2) * 2):
+            (F.cross_entropy(model(x), y) / K).backward()
+            if i % 5 == K - 1:
+                update(optimizer)
+    return report
+
+
 def three_losses(model: Any, i: int, x: Tensor, y: Tensor) -> Iterable[Tensor]:
     a, b = model(x)
     total = F.cross_entropy(a, y), 0.5 * F.cross_entropy(b, y), 0.1 * a.square().mean()
@@ -395,6 +410,9 @@ RIGHT |= {
     "three_losses_in_one_pass": ("equal", lambda: trained(three_losses, Heads(), steps=K)),
     "two_losses_of_one_forward_pass": ("equal", lambda: trained(passes_of_one_graph, Heads(), steps=K)),
     "two_losses_of_one_forward_pass_uncounted": ("equal", lambda: trained(passes_of_one_graph, Heads())),
+    "gan_with_a_hinge": ("equal", lambda: gan(is_hinge=True)),
+    "gan_with_batch_norm": ("equal", lambda: gan(is_normed=True)),
+    "gan_whose_judge_alone_is_watched": ("equal", lambda: gan(is_judge_alone=True)),
     "wasserstein_accumulated": ("equal", lambda: gan(3, is_wasserstein=True)),
     "a_returned_loss_with_its_remainder_divided_by_its_own_number": ("equal", lambda: trained(
         lambda m, i, x, y: [m({"x": x, "y": y})["loss"] / (K if i < K else 3)], Returning(), samples(K + 3), steps=K
@@ -411,6 +429,10 @@ FAULTY |= {
     "a_returned_loss_zeroed_within_the_window": ("different zero_grad", lambda: trained(
         lambda m, i, x, y: [m({"x": x, "y": y})["loss"] / K], Returning(), steps=K, between=zeroed_between
     )),
+    "a_small_micro_batch_that_leaks": ("different remainder_leaked,mean_of_means", leaked),
+    "a_shorter_window_with_a_small_micro_batch": (
+        "different remainder_under_weighted,mean_of_means", inside(6, 6, 6, 6, 6, 6, 2, outside=K),
+    ),
     "the_first_of_two_losses_dropped": ("different zero_grad", lambda: trained(one_loss_dropped, Heads(), steps=K)),
     "opaque_and_a_remainder": (
         "scaled remainder_under_weighted", inside(*[6] * (K + 3), outside=K, is_opaque=True),

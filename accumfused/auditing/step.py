@@ -112,7 +112,7 @@ def judge(
     pieces = [added([part.grads for part in each], [1.0] * len(each)) if each[1:] else each[0].grads for each in parts]
     of_rank = len(passes) // world
     likely = [index % of_rank >= reset for index in range(len(passes))] + [False] * len(stale)
-    fitted, residual = _fitted([*pieces, *stale], taken, likely, has_reset=reset > 0)
+    fitted, residual = weights_of([*pieces, *stale], taken, likely)
     largest = max(map(abs, fitted))
     own = [not m.is_used or abs(w) >= LOST * largest for w, m in zip(fitted, passes, strict=False)]
     reset = sum(own[:reset])
@@ -144,17 +144,6 @@ def judge(
         step.reasons |= dependences(passes)
     _rescale(step)
     return step
-
-
-def _fitted(pieces: list[Grads], taken: Grads, likely: list[bool], *, has_reset: bool) -> tuple[list[float], float]:
-    """Weights as `weights_of` has them: of the likely pieces alone, where p.grad was reset and these explain it all."""
-    if has_reset and any(likely):
-        own = [*itertools.compress(pieces, likely)]
-        weights, residual = weights_of(own, taken, [True] * len(own))
-        if residual <= TOLERANCE:
-            left = iter(weights)
-            return [next(left) if each else 0.0 for each in likely], residual
-    return weights_of(pieces, taken, likely)
 
 
 def _rescale(step: Step) -> None:

@@ -11,6 +11,7 @@ def test_a_right_loop_is_not_accused(name: str) -> None:
     expected, loop = RIGHT[name]
     report = loop()
     assert (report.verdict, report.names) == (expected, []), str(report)
+    assert report.steps
     assert report.matches == {"equal": True, "unknown": None}[expected]
 
 
