@@ -93,7 +93,7 @@ CAUSES = {
         accelerate="Clip only if accelerator.sync_gradients is set.",
     ),
     "unscale": Cause(
-        "Gradients are unscaled at the wrong place: within the step, after the clip, or never.",
+        "Gradients are unscaled at the wrong place: within the window, after the clip, or never.",
         "Call scaler.unscale_(optimizer) once: after the last backward, before the clip.",
     ),
     "zero_grad": Cause(
