@@ -43,12 +43,12 @@ CAUSES = {
         accumfused="Weight each micro-batch by its count: optimizer.accumulate(weight=count).",
         trainer="Let the model take num_items_in_batch, or give Trainer a compute_loss_func that divides by it.",
         lightning="Take the FusedAccumulation mixin, and set micro_batch_weight to the count in training_step.",
-        accelerate="Sum the losses, divide by the tokens of the step, and multiply by gradient_accumulation_steps.",
+        accelerate="Sum the losses, divide by the tokens of the window, and multiply by gradient_accumulation_steps.",
     ),
     "uneven": Cause(
         "Micro-batches, or terms of their losses, enter the step with different weights.",
-        "Divide all micro-batches of a step, and all terms of a loss, by the same number.",
-        lightning="Keep accumulate_grad_batches the same within a step, and return one loss with all terms.",
+        "Divide all micro-batches of a window, and all terms of a loss, by the same number.",
+        lightning="Keep accumulate_grad_batches the same within a window, and return one loss with all terms.",
     ),
     "factor": Cause(
         "The gradient is that of the large batch times a number.",
@@ -63,7 +63,7 @@ CAUSES = {
         "Divide by the number of micro-batches in this window.",
         accumfused="Pass accumulate() a weight, or divide by the number of micro-batches in this window.",
         lightning="Take the FusedAccumulation mixin, and set micro_batch_weight in training_step.",
-        accelerate="Divide by the micro-batches of this step, and multiply by gradient_accumulation_steps.",
+        accelerate="Divide by the micro-batches of this window, and multiply by gradient_accumulation_steps.",
     ),
     "remainder_leaked": Cause(
         "Micro-batches of one epoch enter the first step of the next.",
@@ -79,7 +79,7 @@ CAUSES = {
     ),
     "auxiliary": Cause(
         "An auxiliary loss depends on how samples are split into micro-batches.",
-        "Collect its statistics over the whole step, or accept it as a property of the micro-batch.",
+        "Collect its statistics over the whole window, or accept it as a property of the micro-batch.",
     ),
     "never_arrived": Cause(
         "Steps have fewer micro-batches than gradient_accumulation_steps.",
@@ -97,8 +97,8 @@ CAUSES = {
         "Call scaler.unscale_(optimizer) once: after the last backward, before the clip.",
     ),
     "zero_grad": Cause(
-        "zero_grad() is at the wrong place: gradients are lost within a step, or stay after its step.",
-        "Call it once a step, right after the step.",
+        "zero_grad() is at the wrong place: gradients are lost within a window, or stay after its step.",
+        "Call it once a window, right after the step.",
         lightning="Leave zero_grad() to Lightning, and change accumulate_grad_batches only where an update has ended.",
         accelerate="Call optimizer.zero_grad() within accelerator.accumulate(): it waits for the window's end.",
     ),
