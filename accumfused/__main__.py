@@ -1,6 +1,5 @@
-"""`accumfused doctor`, or `python -m accumfused`, lists the backends that run here, and why others do not.
+"""`accumfused doctor`, or `accumfused`, lists the backends that run here, and why others do not.
 
-Put its output into a bug report.
 `accumfused audit train.py` says whether a script's updates are those of the large batch.
 """
 
@@ -20,7 +19,7 @@ import torch
 
 import accumfused
 from accumfused import compiled
-from accumfused.auditing import script
+from accumfused.auditing import script, swap
 from accumfused.backends import COSTS, NAMES, why_not
 from accumfused.optimizers import PEERS
 
@@ -110,19 +109,51 @@ def indented(reason: str) -> str:
     return first + ("\n" + textwrap.indent(rest, " " * 10) if rest else "")
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["audit"]:
-        sys.exit(script.main(sys.argv[2:], PEERS))
-    parser = argparse.ArgumentParser(
-        prog="accumfused",
+def parser() -> argparse.ArgumentParser:
+    """The command line: `doctor`, also without a word, and `audit`."""
+    text = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(prog="accumfused", description=__doc__, formatter_class=text)
+    made.add_argument("--version", action="version", version=f"accumfused {accumfused.__version__}")
+    made.add_argument("--json", action="store_true", help="doctor's report as JSON")
+    commands = made.add_subparsers(dest="command", metavar="{doctor,audit}")
+    doctor = commands.add_parser(
+        "doctor",
+        help="list the backends that run here, and why others do not",
         description="Lists the backends that run here, and why others do not. Put its output into a bug report.",
-        epilog="accumfused audit train.py [args] says whether a script's updates are those of the large batch.",
+        epilog="example:\n  accumfused doctor --json",
+        formatter_class=text,
     )
-    parser.add_argument("command", nargs="?", choices=["doctor"], help="the same as without")
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
-    arguments = parser.parse_args()
-    facts = report()
-    print(json.dumps(facts, indent=2) if arguments.json else as_text(facts))
+    doctor.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="the same as JSON")
+    audit = commands.add_parser(
+        "audit",
+        help="say whether a script's updates are those of the large batch",
+        description="Runs a script unchanged, watches its first two steps, says whether they are those of the large "
+        "batch,\nand ends it at once: none of its finally: blocks and atexit handlers runs.",
+        epilog="examples:\n  accumfused audit train.py --epochs 1\n"
+        "  accumfused audit --micro-batches 4 --ignore batch_norm train.py\n"
+        "  accumfused audit --swap train.py\n  torchrun --nproc-per-node 2 -m accumfused audit train.py\n\n"
+        "exit codes:\n  0  the large batch's update, or one whose other length has no fault that could be named\n"
+        "  1  another update, or a fault that was named; --swap: losses differ\n  2  a wrong command line\n"
+        "  3  the audit cannot tell, or no step was seen\n  4  the script failed",
+        formatter_class=text,
+    )
+    script.add_arguments(audit)
+    return made
+
+
+def main(arguments: list[str] | None = None) -> None:
+    commands = parser()
+    given = commands.parse_args(arguments)
+    if given.command != "audit":
+        facts = report()
+        script.say(json.dumps(facts, indent=2) if given.json else as_text(facts))
+        return
+    if not Path(given.script).is_file():
+        commands.error(f"audit: there is no file {given.script}")
+    command = [given.script, *given.rest]
+    if given.swap:
+        sys.exit(swap.compare(command, PEERS))
+    sys.exit(script.watch_script(command, given.micro_batches, {*given.ignore}, given.picture))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from accumfused.auditing.fit import Grads, added
 from accumfused.auditing.graph import Reading, factors_until
 from accumfused.auditing.once import Subject
+from accumfused.auditing.passes import Pass
 from accumfused.auditing.randomness import Generators
-from accumfused.auditing.rows import leaves
+from accumfused.auditing.rows import copied, leaves
 from accumfused.auditing.samples import joined
-from accumfused.auditing.window import EQUAL, SCALED, MicroBatch, Window, decide, is_close
+from accumfused.auditing.step import Step, decide
 
 
 @dataclass
@@ -50,15 +51,15 @@ class Calls:
         self._ignore = ignore
         self.note = ""
 
-    def see(self, module: Module, args: Any, kwargs: Any, output: Any) -> None:
+    def see(self, module: Module, inputs: Any, output: Any) -> None:
         """An outermost call of a layer, or of the model."""
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         if inner is self._model and any(leaf.numel() == 1 and leaf.requires_grad for leaf in leaves(output)):
-            self._seen.append(((args, kwargs), self._autocast(), leaves(output)))
+            self._seen.append((inputs, self._autocast(), leaves(output)))
         else:
             self._seen.append((None, None, []))
 
-    def follow(self, loss: Tensor, reading: Reading, micro_batch: MicroBatch) -> None:
+    def follow(self, loss: Tensor, reading: Reading, micro_batch: Pass) -> None:
         """Before backward: whether the loss is what one call has returned."""
         if len(self._seen) == 1 and not reading.spans:
             inputs, dtype, outputs = self._seen[0]
@@ -70,16 +71,16 @@ class Calls:
         """Lets go of the loop's tensors."""
         self._seen = []
 
-    def judge(self, window: Window, taken: Grads, ids: Sequence[int], names: Sequence[str]) -> None:
+    def judge(self, step: Step, taken: Grads, ids: Sequence[int], names: Sequence[str], expected: int) -> None:
         """Gives the window the verdict of this comparison, if it can be made."""
-        calls = [each.call for each in window.micro_batches]
-        if len(calls) < 2 or not all(calls) or "weights_changed" in window.flags:
+        calls = [each.call for each in step.passes]
+        if len(calls) < 2 or not all(calls) or step.losses > 1 or "weights_changed" in step.flags:
             return
         states = self._generators.states()
         try:
-            self._judge(window, calls, taken, ids, names)
+            self._judge(step, calls, taken, ids, names, expected)
         except Exception as error:  # also a model that cannot be copied
-            self.note = f"the window could not be computed at once: {error}"
+            self.note = f"the window could not be computed at once: {type(error).__name__}: {error}"
         finally:
             self._generators.restore(states)
 
@@ -90,12 +91,15 @@ class Calls:
     def _autocast(self) -> torch.dtype | None:
         return torch.get_autocast_dtype(self._device) if torch.is_autocast_enabled(self._device) else None
 
-    def _judge(self, window: Window, calls: list[Call], taken: Grads, ids: Sequence[int], names: Sequence[str]) -> None:
+    def _judge(
+        self, step: Step, calls: list[Call], taken: Grads, ids: Sequence[int], names: Sequence[str], expected: int
+    ) -> None:
         inputs, dtype = [call.inputs for call in calls], calls[0].autocast
 
         def call(model: Any, given: Any) -> Any:
+            args, kwargs = copied(given)  # the model may take things out of its own
             with torch.autocast(self._device, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-                return model(*given[0], **given[1])
+                return model(*args, **kwargs)
 
         subject = Subject(
             self._model, lambda model, given: leaves(call(model, given))[calls[0].index], self._generators
@@ -115,11 +119,10 @@ class Calls:
         if any(g is None and w is not None for g, w in zip(by_track(whole.part.grads), taken, strict=True)):
             raise ValueError("a copy of the model does not reach its own parameters")
         if subject.has_set_aside:  # what the loop would have got without it
-            weights = [weight * math.prod(call.factors) for weight, call in zip(window.weights, calls, strict=True)]
+            weights = [weight * math.prod(call.factors) for weight, call in zip(step.weights, calls, strict=True)]
             taken = added([by_track(piece.part.grads) for piece in pieces], weights)
-        own = [factor for factor in calls[0].factors if not is_close(abs(factor), 1 / len(calls))]
-        undone = [factor for factor in own if not is_close(factor, len(calls))]
-        verdict, ratio = window.verdict, window.ratio
-        decide(window, by_track(whole.part.grads), taken, names, [*map(math.prod, (own, undone))], subject.tolerance)
-        if window.verdict == EQUAL and verdict == SCALED and not window.reasons:
-            window.verdict, window.ratio = verdict, ratio  # the loss itself is divided once more
+        part = replace(whole.part, grads=by_track(whole.part.grads))
+        if whole.micro_batch.reading.unknown:
+            part.terms = []
+        factors = [call.factors for call in calls]
+        decide(step, part, taken, names, subject.tolerance, expected=expected, factors=factors)

@@ -42,6 +42,7 @@ class Term:
         is_mean: there is such a mean.
         count: the terms that are not masked out.
         has_rows: it depends on samples; False: on parameters alone.
+        target: of all its samples, if that is one number, as for the real samples of a GAN.
         is_coupled: its samples depend on each other; None: that was not looked at.
         edges: the terms themselves, until backward.
         top: where its part of the graph begins, and the number in front of that.
@@ -54,6 +55,7 @@ class Term:
     is_mean: bool = False
     count: float = 1.0
     has_rows: bool = True
+    target: float | None = None
     is_coupled: bool | None = None
     edges: list[GradientEdge] = field(default_factory=list)
     top: tuple[GradientEdge, float] | None = None
@@ -182,7 +184,8 @@ def _terms(loss: Tensor, below: _Below) -> Iterator[tuple[Term, str | None]]:
             count = _targets(node) if has_targets else float(node._saved_self.numel())
             divisor = float(node._saved_total_weight) if has_targets else count
             made = term.mean(kind, divisor) if node._saved_reduction == _MEAN else replace(term, kind=kind)
-            yield replace(made, count=count, edges=[GradientEdge(child, index) for _, child, index in children]), None
+            edges = [GradientEdge(child, index) for _, child, index in children]
+            yield replace(made, count=count, target=_only_target(node), edges=edges), None
         else:
             name = f"{term.kind} of {kind}" if is_reduced else kind
             count = _masked(node, kind, math.prod(_shape(node, number))) if is_reduced else 1.0
@@ -252,6 +255,15 @@ def _masked(node: Any, kind: str, size: int) -> float:
 def _targets(node: Any) -> float:
     """The targets of a cross entropy that are not ignored."""
     return float((node._saved_target != _signed(node._saved_ignore_index)).sum())
+
+
+def _only_target(node: Any) -> float | None:
+    """The target that all elements of a loss have, a fraction."""
+    target = getattr(node, "_saved_target", None)
+    if not isinstance(target, Tensor) or not target.is_floating_point() or target.numel() < 2:
+        return None
+    first = target.flatten()[0]
+    return float(first) if bool((target == first).all()) else None
 
 
 def _signed(number: int) -> int:

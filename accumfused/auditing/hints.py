@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from accumfused.auditing.window import DIFFERENT, LOST, SCALED, UNKNOWN, Window, is_close
+from accumfused.auditing.step import DIFFERENT, LOST, SCALED, UNKNOWN, Step, is_close
 
 Hints = dict[str, str]  # names of causes, each with its evidence
 _UNEXPLAINED = 0.02  # of the step's gradient; sums in 16 bits stay below
@@ -48,6 +48,7 @@ CAUSES = {
     "uneven": Cause(
         "Micro-batches, or terms of their losses, enter the step with different weights.",
         "Divide all micro-batches of a window, and all terms of a loss, by the same number.",
+        lightning="Keep accumulate_grad_batches the same within a window, and return one loss with all terms.",
     ),
     "factor": Cause(
         "The gradient is that of the large batch times a number.",
@@ -88,6 +89,7 @@ CAUSES = {
         "Gradients are clipped before the window is complete.",
         "Clip once, right before the step.",
         accumfused="Leave the clip out, and set max_grad_norm.",
+        lightning="Give the Trainer gradient_clip_val: it clips before the step.",
         accelerate="Clip only if accelerator.sync_gradients is set.",
     ),
     "unscale": Cause(
@@ -97,7 +99,13 @@ CAUSES = {
     "zero_grad": Cause(
         "zero_grad() is at the wrong place: gradients are lost within a window, or stay after its step.",
         "Call it once a window, right after the step.",
+        lightning="Leave zero_grad() to Lightning, and change accumulate_grad_batches only where an update has ended.",
         accelerate="Call optimizer.zero_grad() within accelerator.accumulate(): it waits for the window's end.",
+    ),
+    "unsynced": Cause(
+        "Processes step with different gradients.",
+        "Leave no_sync() before the last micro-batch's forward pass, for every module that has parameters.",
+        lightning="Step by Lightning's own optimizers, without no_backward_sync() around the last micro-batch.",
     ),
     "ranks": Cause(
         "Processes with different counts of samples or tokens have the same weight.",
@@ -132,13 +140,13 @@ def checked(ignore: Collection[str]) -> set[str]:
     return set(ignore)
 
 
-def expected_of(windows: Sequence[Window]) -> int:
+def expected_of(windows: Sequence[Step]) -> int:
     """The number of micro-batches in most windows."""
-    counts = Counter(window.arrived for window in windows)
+    counts = Counter(step.arrived for step in windows if step.arrived)
     return max(counts, key=lambda count: (counts[count], count)) if counts else 1
 
 
-def hints(windows: Sequence[Window], steps: int | None) -> Hints:
+def hints(windows: Sequence[Step], steps: int | None) -> Hints:
     """What explains the windows that are not the large batch, with the step and the evidence.
 
     Args:
@@ -146,65 +154,68 @@ def hints(windows: Sequence[Window], steps: int | None) -> Hints:
     """
     found: Hints = {}
     expected = steps or expected_of(windows)
-    short = sum(window.arrived < expected for window in windows)
-    for index, window in enumerate(windows):
+    short = sum(step.arrived < expected for step in windows)
+    for index, step in enumerate(windows):
         own: Hints = {}
-        if "unread" in window.reasons and not window.is_decided:
+        if "unread" in step.reasons and not step.is_decided:
             continue
-        if window.verdict == DIFFERENT:
-            own = _of_difference(window, expected)
-        elif window.verdict == SCALED:
-            own = _of_size(window, expected, is_remainder=2 * short <= len(windows))
+        if step.verdict == DIFFERENT:
+            own = _of_difference(step, expected)
+        elif step.verdict == SCALED:
+            own = _of_size(step, expected, is_remainder=2 * short <= len(windows))
         for name, detail in own.items():
             found.setdefault(name, f"step {index + 1}: {detail}")
     return found
 
 
-def _of_difference(window: Window, expected: int) -> Hints:
-    found = dict(window.flags)
-    if window.is_decided:
-        found |= {name: reason for name, reason in window.reasons.items() if name in CAUSES}
-    arrived = window.arrived
+def _of_difference(step: Step, expected: int) -> Hints:
+    found = dict(step.flags)
+    if step.is_decided:
+        found |= {name: reason for name, reason in step.reasons.items() if name in CAUSES}
+    if "unsynced" in found:  # what other processes have brought looks lost
+        return found
+    arrived = step.arrived
     # What is clipped or unscaled within a window may be as small as what is lost.
-    lost = 0 if found.keys() & {"clip", "unscale"} else window.lost
-    if abs(window.stale) > LOST:
-        found["zero_grad"] = f"{window.stale:.2f} times the gradient from before the window is still there"
+    lost = 0 if found.keys() & {"clip", "unscale"} else step.lost
+    if abs(step.stale) > LOST:
+        found["zero_grad"] = f"{step.stale:.2f} times the gradient from before the window is still there"
     elif lost and arrived - lost >= expected:
         found["remainder_dropped"] = f"{lost} before this window"
     elif lost:
         found["zero_grad"] = f"the first {lost} of {arrived} are lost"
     if found:
         return found
-    if window.residual > _UNEXPLAINED:
-        return {"unexplained": f"{window.residual:.1%} of the gradient"}
-    counts = [each.main.size for each in window.micro_batches]
+    if step.residual > _UNEXPLAINED:
+        return {"unexplained": f"{step.residual:.1%} of the gradient"}
+    counts = [each.samples if each.reading.unknown else each.main.size for each in step.passes]
     detail = f"counts from {min(counts):g} to {max(counts):g}"
-    of_ranks = [[share for share, each in window.pairs if each.rank == rank] for rank in range(window.world)]
-    if window.world > 1 and all(_alike(shares) for shares in of_ranks):
-        return {"ranks": detail}
-    if _alike([share * each.main.size for share, each in window.pairs]) and not _alike(counts):
-        return {"mean_of_means": detail}
-    if window.is_decided and _alike(window.shares):
+    if arrived != expected and all(is_close(abs(w * m.main.factor), 1 / expected) for w, m in step.weighed):
+        name = "remainder_leaked" if arrived > expected else "remainder_under_weighted"
+        found[name] = f"{arrived} micro-batches where {expected} belong"
+    of_ranks = [[share for share, each in step.pairs if each.rank == rank] for rank in range(step.world)]
+    if step.world > 1 and all(_alike(shares) for shares in of_ranks):
+        return found | {"ranks": detail}
+    if _alike([share * each.main.size for share, each in step.pairs]) and not _alike(counts):
+        return found | {"mean_of_means": detail}
+    if step.is_decided and _alike(step.shares):
         return {"negatives": "all have the weight of the large batch"}
-    return {"uneven": f"weights from {min(window.shares):.3g} to {max(window.shares):.3g}"}
+    return {"uneven": f"weights from {min(step.shares):.3g} to {max(step.shares):.3g}"}
 
 
-def _of_size(window: Window, expected: int, *, is_remainder: bool) -> Hints:
-    ratio, arrived = abs(window.ratio), window.arrived
-    detail = f"{window.ratio:.4g} times that of the large batch"
-    if "unscale" in window.flags or any(
-        is_close(ratio, scale) for each in window.micro_batches for scale in each.main.scales
-    ):
+def _of_size(step: Step, expected: int, *, is_remainder: bool) -> Hints:
+    ratio, arrived = abs(step.ratio), step.arrived
+    detail = f"{step.ratio:.4g} times that of the large batch"
+    if "unscale" in step.flags or any(is_close(ratio, scale) for each in step.passes for scale in each.main.scales):
         return {"unscale": detail}
     if arrived < expected and is_close(ratio, arrived / expected):
         name = "remainder_under_weighted" if is_remainder else "never_arrived"
         return {name: f"{arrived} of {expected}: {detail}"}
     if arrived > expected and is_close(ratio, arrived / expected):
         return {"remainder_leaked": f"{arrived} micro-batches where {expected} belong: {detail}"}
-    if window.world > 1 and (is_close(ratio, window.world) or is_close(ratio, 1 / window.world)):
+    if step.world > 1 and (is_close(ratio, step.world) or is_close(ratio, 1 / step.world)):
         return {"ranks": detail}
-    if window.reset:
-        return {"zero_grad": f"the first {window.reset} of {arrived} are lost"}
+    if step.reset:
+        return {"zero_grad": f"the first {step.reset} of {arrived} are lost"}
     for number in (arrived, expected):
         if number > 1 and is_close(ratio, number):
             return {"not_divided": detail}
@@ -213,10 +224,10 @@ def _of_size(window: Window, expected: int, *, is_remainder: bool) -> Hints:
     return {"factor": detail}
 
 
-def final(window: Window, ignore: Collection[str]) -> str:
+def final(step: Step, ignore: Collection[str]) -> str:
     """The verdict on a window: the graph's stands only where it is complete."""
-    is_open = not window.is_decided and any(name not in ignore for name in window.reasons)
-    return UNKNOWN if is_open else window.verdict
+    is_open = not step.is_decided and any(name not in ignore for name in step.reasons)
+    return UNKNOWN if is_open else step.verdict
 
 
 def _alike(numbers: Sequence[float]) -> bool:

@@ -19,11 +19,12 @@ from torch.utils._pytree import tree_leaves
 from accumfused.auditing.fit import added, on_host
 from accumfused.auditing.graph import leaves_below, probe, read
 from accumfused.auditing.hints import hints
+from accumfused.auditing.passes import Opened, Pass
 from accumfused.auditing.randomness import Generators
 from accumfused.auditing.report import AuditReport
 from accumfused.auditing.rows import Rows, leaves
 from accumfused.auditing.samples import split
-from accumfused.auditing.window import EQUAL, MicroBatch, Part, Window, decide, dependences, judge
+from accumfused.auditing.step import EQUAL, Part, Step, decide, dependences, judge
 
 LossFunction = Callable[[Any, Any], Tensor]
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
@@ -33,7 +34,7 @@ TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, tor
 class Piece:
     """What one batch or micro-batch has brought."""
 
-    micro_batch: MicroBatch
+    micro_batch: Pass
     part: Part
     loss: float
 
@@ -151,7 +152,7 @@ class Subject:
                 leaf.grad = grad
         samples = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 1)
         has_batch_norm = any(isinstance(each, _BatchNorm) and each.training for each in self.model.modules())
-        micro_batch = MicroBatch(reading, samples, is_random=is_random, has_batch_norm=has_batch_norm)
+        micro_batch = Pass(reading, samples, is_random=is_random, has_batch_norm=has_batch_norm)
         grads = [None if param.grad is None else on_host(param.grad) for param in self.params]
         return Piece(micro_batch, Part(reading.terms, micro_batch.main, grads, samples), float(loss.detach()))
 
@@ -200,21 +201,19 @@ def _compare(
     return report
 
 
-def _window(subject: Subject, batch: Any, parts: list[Any], given: list[float] | None) -> Window:
+def _window(subject: Subject, batch: Any, parts: list[Any], given: list[float] | None) -> Step:
     one, *pieces = subject.run([batch], probes=True) + subject.run(parts)
     total = sum(piece.loss for piece in pieces)
     is_sum = not one.micro_batch.main.is_mean and abs(one.loss - total) < abs(one.loss - total / len(pieces))
     weights = given or [1.0 if is_sum else 1.0 / len(parts)] * len(parts)
     taken = added([piece.part.grads for piece in pieces], weights)
-    window = judge(
-        [piece.micro_batch for piece in pieces], [[piece.part] for piece in pieces], [], taken, subject.names,
-        expected=len(parts), world=1, reset=0, flags={},
-    )  # fmt: skip
-    window.reasons = dependences([one.micro_batch])
-    decide(window, one.part.grads, taken, subject.names, [1.0], subject.tolerance)
-    if one.micro_batch.is_random and window.verdict != EQUAL:
-        window.is_decided = False
-        window.reasons["unread"] = (
+    opened = Opened([piece.micro_batch for piece in pieces])
+    step = judge(opened, [[piece.part] for piece in pieces], [], taken, subject.names, expected=len(parts))
+    step.reasons = dependences([one.micro_batch])
+    decide(step, one.part, taken, subject.names, subject.tolerance, right=1.0)
+    if one.micro_batch.is_random and step.verdict != EQUAL:
+        step.is_decided = False
+        step.reasons["unread"] = (
             "random numbers are drawn outside of dropout layers: one batch draws others than its parts"
         )
-    return window
+    return step

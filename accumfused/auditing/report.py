@@ -11,7 +11,7 @@ from typing import Any
 
 from accumfused.auditing.fit import TensorDifference
 from accumfused.auditing.hints import CAUSES, final, hints
-from accumfused.auditing.window import DIFFERENT, EQUAL, SCALED, UNKNOWN, WORST, Window
+from accumfused.auditing.step import DIFFERENT, EQUAL, SCALED, UNKNOWN, WORST, Step
 
 _SHOWN = 8  # steps and tensors in the table
 _LABELS = 16  # of bars in a picture
@@ -62,6 +62,11 @@ class StepFit:
     factor: float
 
     @property
+    def is_judged(self) -> bool:
+        """Whether the verdict is not "unknown"."""
+        return self.verdict != UNKNOWN
+
+    @property
     def difference(self) -> float:
         """The size of the difference, as a share of the large batch's gradient."""
         return self.tensors[0].difference
@@ -97,21 +102,22 @@ class AuditReport:
         return max((step.verdict for step in self.steps), key=WORST.index, default=UNKNOWN)
 
     @property
-    def matches(self) -> bool:
-        """Whether steps were seen, and each was that of the large batch."""
-        return self.verdict == EQUAL
+    def matches(self) -> bool | None:
+        """Whether each step was that of the large batch; None if the verdict is "unknown"."""
+        return None if self.verdict == UNKNOWN else self.verdict == EQUAL
 
     @property
     def names(self) -> list[str]:
         """The names of the causes."""
         return [finding.name for finding in self.causes]
 
-    def take(self, windows: Sequence[Window], steps: int | None, ignore: set[str], setting: str) -> None:
+    def take(self, windows: Sequence[Step], steps: int | None, ignore: set[str], setting: str) -> None:
         """Adds windows with their verdicts and hints. Args: steps: gradient_accumulation_steps, if known."""
-        for window in windows:
-            verdict = final(window, ignore)
-            self.steps.append(StepFit(len(window.shares), window.shares, window.fits, verdict, window.ratio))
-            reasons = [window.reasons[name] for name in window.reasons if verdict == UNKNOWN and name not in ignore]
+        for step in windows:
+            verdict = final(step, ignore)
+            count = step.arrived * step.world
+            self.steps.append(StepFit(count, step.shares, step.fits, verdict, step.ratio))
+            reasons = [step.reasons[name] for name in step.reasons if verdict == UNKNOWN and name not in ignore]
             self.reasons += [reason for reason in reasons if reason not in self.reasons]
         found = {name: detail for name, detail in hints(windows, steps).items() if name not in self.names}
         self.causes += [Finding(name, detail, setting) for name, detail in found.items()]
@@ -146,7 +152,7 @@ class AuditReport:
             times = " to ".join(f"{factor:.4g}" for factor in dict.fromkeys([factors[0], factors[-1]]))
             return f"The update has the direction of the large batch, its length times {times}."
         if worst.verdict == UNKNOWN:
-            return f"Cannot tell{' from the graph' if self.advice else ''}: {'; '.join(self.reasons)}."
+            return f"Cannot tell: {'; '.join(self.reasons)}."
         tensor = max(worst.tensors[1:], key=lambda each: each.difference, default=worst.tensors[0])
         most = f", most in {tensor.name} ({_percent(tensor.difference)})" if tensor.name else ""
         return f"The update is NOT that of the large batch: the gradient is off by {_percent(worst.difference)}{most}."
@@ -162,8 +168,9 @@ class AuditReport:
         lines += [self.advice] if self.verdict == UNKNOWN and self.advice else []
         for finding in self.causes:
             lines += ["", f"{finding.name} ({finding.detail})", f"  {finding.text}", f"  -> {finding.remedy}"]
-        lines += ["", *_table("step", [(str(i), s.micro_batches, s) for i, s in enumerate(self.steps, 1)])]
-        if self._worst.verdict != EQUAL:
+        if self.verdict != UNKNOWN:
+            lines += ["", *_table("step", [(str(i), s.micro_batches, s) for i, s in enumerate(self.steps, 1)])]
+        if self.verdict in (SCALED, DIFFERENT):
             tensors = sorted(self._worst.tensors[1:], key=lambda tensor: -tensor.difference)
             lines += ["", *_table("tensor", [(tensor.name, "", tensor) for tensor in tensors])]
         return "\n".join([*lines, *([""] if self.notes else []), *self.notes])
@@ -184,7 +191,7 @@ class AuditReport:
                 f"picture() draws with matplotlib, which does not load: {error}; pip install matplotlib"
             ) from error
         drawing = module.Figure(figsize=(7, 3.9), layout="constrained")
-        axes, start, steps = drawing.subplots(), 0, self.steps[:_SHOWN]
+        axes, start, steps = drawing.subplots(), 0, [each for each in self.steps if each.is_judged][:_SHOWN]
         bars = sum(len(step.shares) for step in steps)
         digits = 2 if 2 * bars <= _LABELS else 1
         highest = max([1.0, *(abs(share) for step in steps for share in step.shares)])
@@ -200,17 +207,18 @@ class AuditReport:
                 look = {"va": "bottom", "color": color} if is_low else {"va": "top", "color": "white"}
                 axes.text(place, height, f"{round(share, digits):g}", ha="center", fontsize=12, **look)
             start += len(shares) + 1
-        axes.plot([-0.43, start - 1.4], [1.0, 1.0], color="0.2", linestyle=(0, (4, 3)), linewidth=1.3)
-        axes.text(start - 1.2, 1.0, "large batch", va="center", fontsize=12, color="0.2")
-        axes.set(xlim=(-0.43, start - 1.2), ylim=(-0.1 * highest, 1.02 * highest))
+        if steps:
+            axes.plot([-0.43, start - 1.4], [1.0, 1.0], color="0.2", linestyle=(0, (4, 3)), linewidth=1.3)
+            axes.text(start - 1.2, 1.0, "large batch", va="center", fontsize=12, color="0.2")
+            axes.set(xlim=(-0.43, start - 1.2), ylim=(-0.1 * highest, 1.02 * highest))
+            caption = "Each bar is a micro-batch: how much one of its samples or tokens counts"
+            drawing.supxlabel(caption, fontsize=11, color="0.4", x=0.006, ha="left")
         axes.axis("off")
         title, _, rest = self.headline.removesuffix(".").partition(": ")
         left: dict[str, Any] = {"x": 0.006, "ha": "left"}
         drawing.suptitle(textwrap.fill(title, 50), fontsize=16, fontweight="bold", color=_COLORS[self.verdict], **left)
         text = textwrap.fill(self.causes[0].text if self.causes and self.verdict != UNKNOWN else rest, 82)
         axes.set_title(text, loc="left", fontsize=11, color="0.3")
-        caption = "Each bar is a micro-batch: how much one of its samples or tokens counts"
-        drawing.supxlabel(caption, fontsize=11, color="0.4", **left)
         drawing.savefig(path, dpi=200)
 
 
@@ -224,7 +232,10 @@ def _percent(size: float) -> str:
 
 def _table(title: str, rows: Sequence[tuple[str, Any, Any]]) -> list[str]:
     cells = [[title, "micro-batches" if title == "step" else "", "times", "off by"]]
-    cells += [[name, str(count), f"{fit.factor:.4g}", _percent(fit.difference)] for name, count, fit in rows[:_SHOWN]]
+    for name, count, fit in rows[:_SHOWN]:
+        is_judged = getattr(fit, "verdict", "") != UNKNOWN
+        numbers = [f"{fit.factor:.4g}", _percent(fit.difference)] if is_judged else ["?", "?"]
+        cells.append([name, str(count), *numbers])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]
     return [*lines, f"... and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else lines

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Module
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from accumfused.auditing.randomness import Generators
 
@@ -24,15 +24,20 @@ class Rows:
     """Hooks all layers of a model; `edges` is what the loss may come from.
 
     Args:
-        called: is told of each outermost call that has a graph: module, args, kwargs, output.
+        called: is told of each outermost call that has a graph: module, inputs, output. The inputs' containers
+            are copies: the module may change its own.
     """
 
     def __init__(
-        self, model: Module, generators: Generators, called: Callable[[Module, Any, Any, Any], None] | None = None
+        self, model: Module, generators: Generators, called: Callable[[Module, Any, Any], None] | None = None
     ) -> None:
         self._model, self._called, self._generators = model, called, generators
         self._thread = threading.get_ident()
         self._before: list[Tensor] = []  # the generators' states before an outermost call
+        self._inputs: Any = ()  # of the outermost call
+        self._called_since = set[int]()  # outermost modules since the last backward, by id
+        self.modules = frozenset[int]()  # those of the backward that runs
+        self.inputs: Tensor | None = None  # of the first call that the loss comes from
         self._open: list[tuple[int, list[GradientEdge], list[GradientEdge]]] = []  # of each module that is running
         self.edges: list[GradientEdge] = []
         self.dtypes: set[torch.dtype] = set()  # of outputs with fractions
@@ -60,10 +65,12 @@ class Rows:
     def use(self) -> None:
         """A backward pass begins: another may follow it, and the next call of the model begins anew."""
         self._is_used, self._open = True, []  # an exception in forward has left some open
+        self.modules, self._called_since = frozenset(self._called_since) or self.modules, set()
 
     def forget(self) -> None:
         """Lets go of the graph."""
         self.edges, self._open, self.is_random, self._is_used = [], [], False, False
+        self.inputs, self._inputs = None, ()
 
     @property
     def _is_off(self) -> bool:
@@ -76,6 +83,7 @@ class Rows:
             self.forget()
         if not self._open:
             self._before = self._generators.tensors()
+            self._inputs = copied((args, kwargs))
         self._open.append((_samples((args, kwargs)), [], []))
 
     def _leave(self, module: Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -93,16 +101,24 @@ class Rows:
             self._open[-1][2].extend(others)
             return
         self.edges += fitting or others
+        self._called_since.add(id(module))
+        inputs, self._inputs = self._inputs, ()
         if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves(output)):
             self.samples = size
+            self.inputs = self.inputs if self.inputs is not None else next(iter(leaves(inputs)), None)
             self.is_random |= not all(map(torch.equal, self._before, self._generators.tensors()))
             if self._called is not None:
-                self._called(module, args, kwargs, output)
+                self._called(module, inputs, output)
 
 
 def leaves(values: Any) -> list[Tensor]:
     """The tensors in what a model takes or returns."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def copied(values: Any) -> Any:
+    """The same tensors in containers of their own."""
+    return tree_map(lambda leaf: copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf, values)
 
 
 def _samples(inputs: Any) -> int:

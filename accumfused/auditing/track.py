@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,38 +13,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accumfused.auditing.again import Calls
-from accumfused.auditing.fit import Grads, added, on_host
+from accumfused.auditing.fit import Grads, TensorDifference, added, on_host
 from accumfused.auditing.graph import main_of
 from accumfused.auditing.hints import expected_of
-from accumfused.auditing.window import LOST, WORST, MicroBatch, Part, Window, judge
+from accumfused.auditing.passes import Opened, Pass, number_losses
+from accumfused.auditing.step import LOST, WORST, Part, Step, judge
 from accumfused.optimizer import FusedOptimizer
 
+_CLOSE = 1e-3  # relative: norms of one gradient in several processes
 _HALF = torch.float16, torch.bfloat16
-
-
-@dataclass
-class Opened:
-    """What is seen of a window before its step.
-
-    Args:
-        flags: what happened, with details, by the name of the cause.
-        is_unscaled: a GradScaler has unscaled the gradients.
-        before_clip: the gradients that a clip, or a norm for a log, has found.
-        stale: p.grad as the window found it, by parameter.
-        reset: micro-batches before this one were gone from p.grad.
-        is_for_inputs: these had gradients of inputs, too, and may have been there for those.
-        sums: of each parameter, at the window's first backward.
-    """
-
-    micro_batches: list[MicroBatch] = field(default_factory=list)
-    flags: dict[str, str] = field(default_factory=dict)
-    is_unscaled: bool = False
-    before_clip: list[Tensor | None] | None = None
-    is_clipped: bool = False
-    stale: dict[int, Tensor] = field(default_factory=dict)
-    reset: int = 0
-    is_for_inputs: bool = False
-    sums: Tensor | None = None
 
 
 class Track:
@@ -52,19 +29,25 @@ class Track:
 
     Args:
         names: of parameters, by id.
-        group: the process group over which gradients are averaged or summed; None: one process.
+        group: gives the process group over which gradients are averaged or summed; None: one process.
     """
 
-    def __init__(self, optimizer: Optimizer, names: Mapping[int, str], group: Any) -> None:
-        self.optimizer, self.group = optimizer, group
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str], group: Callable[[], Any]) -> None:
+        self.optimizer, self._group = optimizer, group
         self.params: list[Tensor] = [param for each in optimizer.param_groups for param in each["params"]]
         self.names = [names.get(id(param), f"parameter {index}") for index, param in enumerate(self.params)]
         self._ids = {id(param) for param in self.params}
         self.expected: int | None = None
-        self.windows: list[Window] = []
+        self.windows: list[Step] = []
         self.skipped = 0  # windows whose gradients were not finite
         self.errors: list[str] = []
         self.now = Opened()
+        self._losses = 1  # of a micro-batch, in windows before
+
+    @property
+    def group(self) -> Any:
+        """The process group, which a script may make after its optimizer."""
+        return self._group()
 
     def places(self) -> set[int]:
         """The addresses of p.grad."""
@@ -75,30 +58,30 @@ class Track:
         self._see_clip()
         sums = torch.stack([_sum(param.detach()) for param in self.params])
         before = sums if self.now.sums is None else self.now.sums
-        if self.now.micro_batches and not torch.equal(sums, before):
+        if self.now.passes and not torch.equal(sums, before):
             if not self._folds and all(p.grad is None or not bool(p.grad.any()) for p in self.params):
                 self.now = Opened()  # gradients were used otherwise, to look for a sharper loss for instance
             else:
                 changed = int(sums.ne(before).sum())
-                where = f"{changed} tensors changed after micro-batch {len(self.now.micro_batches)}"
+                where = f"{changed} tensors changed after micro-batch {len(self.now.passes)}"
                 self.now.flags.setdefault("weights_changed", where)
-        if not self.now.micro_batches:
+        if not self.now.passes:
             self.now.sums = sums
 
-    def see_before(self, micro_batch: MicroBatch | None, param: Tensor) -> None:
+    def see_before(self, micro_batch: Pass | None, param: Tensor) -> None:
         """A gradient of the micro-batch is about to be added to p.grad."""
         before = param.grad
         if id(param) not in self._ids or (before is not None and before.is_sparse):
             return
-        is_later = bool(self.now.micro_batches) and self.now.micro_batches[0] is not micro_batch
+        is_later = bool(self.now.passes) and self.now.passes[0] is not micro_batch
         if before is None or not bool(before.any()):
-            earlier = [each.grads.get(id(param)) for each in self.now.micro_batches if each is not micro_batch]
-            was_there = any(grad is not None and bool(grad.any()) for grad in earlier)
-            if was_there and not self._folds:
-                gone = len(self.now.micro_batches) - (self.now.micro_batches[-1] is micro_batch)
-                is_for_inputs = all(each.reading.ends_beside for each in self.now.micro_batches[:gone])
+            earlier = (each for each in self.now.passes[self.now.reset :] if each is not micro_batch)
+            brought = [each.grads[id(param)] for each in earlier if id(param) in each.grads]
+            if brought and bool(sum(brought[1:], brought[0]).any()) and not self._folds:  # they may cancel
+                gone = len(self.now.passes) - (self.now.passes[-1] is micro_batch)
+                is_for_inputs = all(each.reading.ends_beside for each in self.now.passes[:gone])
                 if is_for_inputs and self.expected == 1:
-                    self.now.micro_batches = self.now.micro_batches[gone:]
+                    self.now.passes = self.now.passes[gone:]
                 else:
                     self.now.reset, self.now.is_for_inputs = gone, is_for_inputs
         elif not is_later:
@@ -106,22 +89,22 @@ class Track:
         elif before.dtype in _HALF:
             self.now.flags["sums_in_16_bits"] = f"p.grad is {before.dtype}".replace("torch.", "")
 
-    def add(self, micro_batch: MicroBatch, param: Tensor) -> None:
+    def add(self, micro_batch: Pass, param: Tensor) -> None:
         """A micro-batch has brought this parameter's gradient."""
-        if id(param) not in self._ids or any(each is micro_batch for each in self.now.micro_batches):
+        if id(param) not in self._ids or any(each is micro_batch for each in self.now.passes):
             return
         self.close_skipped()
-        number = len(self.now.micro_batches)
+        number = len(self.now.passes)
         if self.now.is_clipped:
             self.now.flags["clip"] = f"after micro-batch {number}"
         if self.now.is_unscaled:
             self.now.flags["unscale"] = f"after micro-batch {number}, and others follow"
         self.now.before_clip, self.now.is_clipped = None, False
-        self.now.micro_batches.append(micro_batch)
+        self.now.passes.append(micro_batch)
 
     def close_skipped(self) -> None:
         """Closes a window whose step a GradScaler has skipped."""
-        if self.now.is_unscaled and not all(map(_is_finite, self.now.micro_batches)):
+        if self.now.is_unscaled and not all(map(_is_finite, self.now.passes)):
             self.skipped += 1
             self._close()
 
@@ -165,10 +148,10 @@ class Track:
         return (*args[:1], lambda: complete(closure()), *args[2:]), others
 
     def _complete(self, calls: Calls, kwargs: Mapping[str, Any]) -> None:
-        taken = _taken(self.optimizer, self.params, kwargs, self.group) if self.now.micro_batches else []
+        taken = _taken(self.optimizer, self.params, kwargs, self.group) if self.now.passes else []
         if not all(grad is None or bool(grad.isfinite().all()) for grad in taken):
             self.skipped += 1
-        elif self.now.micro_batches:
+        elif self.now.passes:
             # A norm that is taken for a log looks like a clip if the gradients are divided after it.
             before = [] if self.now.before_clip is None else [self.now.before_clip]
             try:
@@ -176,16 +159,19 @@ class Track:
             except Exception as error:  # the loop goes on
                 self.errors.append(f"a step was not judged: {type(error).__name__}: {error}")
             else:
-                self.windows.append(min(windows, key=lambda window: WORST.index(window.verdict)))
+                self.windows.append(min(windows, key=lambda step: WORST.index(step.verdict)))
+                self._losses = max(self._losses, self.windows[-1].losses)
                 for share, micro_batch in self.windows[-1].pairs:
                     micro_batch.is_used |= abs(share) >= LOST
+        elif any(grad is not None and bool(grad.any()) for grad in self._grads()):
+            self.windows.append(_of_no_backward())
         self._close()
 
     def _close(self) -> None:
-        for micro_batch, param in itertools.product(self.now.micro_batches, self._ids):
+        for micro_batch, param in itertools.product(self.now.passes, self._ids):
             micro_batch.grads.pop(param, None)
             micro_batch.grads_of_others.pop(param, None)
-            micro_batch.call = None
+            micro_batch.call = micro_batch.inputs = None
         self.now = Opened()
 
     @property
@@ -197,40 +183,49 @@ class Track:
     def _grads(self) -> list[Tensor | None]:
         return [None if param.grad is None else on_host(param.grad) for param in self.params]
 
-    def _window(self, taken: Grads, calls: Calls) -> Window:
-        micro_batches = self.now.micro_batches
-        parts = [self._parts(each) for each in micro_batches]
+    def _window(self, taken: Grads, calls: Calls) -> Step:
+        passes = self.now.passes
+        number_losses(passes, self.expected, self._losses)
+        parts = [self._parts(each) for each in passes]
         world = 1
         if self.group is not None:
-            micro_batches, parts, world = _of_all(micro_batches, parts, self.group)
+            passes, parts, world = _of_all(passes, parts, self.group)
+            norms = torch.tensor([0.0 if grad is None else float(grad.double().norm()) for grad in taken])
+            if not all(torch.allclose(each, norms, rtol=_CLOSE) for each in _gathered(norms, self.group)):
+                self.now.flags["unsynced"] = "the norms of the gradients that they take differ"
         stale: list[Grads] = [[self.now.stale.get(id(param)) for param in self.params]] if self.now.stale else []
         ids = [id(param) for param in self.params]
         expected = self.expected or (expected_of(self.windows) if self.windows else None)
-        window = judge(
-            micro_batches, parts, stale, taken, self.names, expected=expected, world=world,
-            reset=self.now.reset, flags=dict(self.now.flags),
-        )  # fmt: skip
+        opened = replace(self.now, passes=passes, flags=dict(self.now.flags))
+        step = judge(opened, parts, stale, taken, self.names, expected=expected, world=world)
         if self.now.is_for_inputs:
-            window.reasons["unread"] = "a backward pass, now zeroed, may have been for the gradients of inputs"
+            step.reasons["unread"] = "a backward pass, now zeroed, may have been for the gradients of inputs"
         if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            window.reasons["unread"] = "there are several processes: their gradients are compared with process_group="
+            step.reasons["unread"] = "there are several processes: their gradients are compared with process_group="
         if world == 1:
-            calls.judge(window, taken, ids, self.names)
-        return window
+            calls.judge(step, taken, ids, self.names, expected or step.arrived)
+        return step
 
-    def _parts(self, each: MicroBatch) -> list[Part]:
+    def _parts(self, each: Pass) -> list[Part]:
         terms, main = each.reading.terms, each.main
         if not _is_finite(each):
-            return [Part(terms, main, [None for _ in self.params], each.samples)]
+            return [Part(terms, main, [None for _ in self.params], each.samples, each.loss)]
         whole = [each.grads.get(id(param)) for param in self.params]
         apart = [each.grads_of_others.get(id(param)) for param in self.params]
         if all(grad is None for grad in apart):
-            return [Part(terms, main, whole, each.samples)]
+            return [Part(terms, main, whole, each.samples, each.loss)]
         rest = [term for term in terms if all(term is not other for other in each.others)]
         return [
-            Part(rest, main, added([whole, apart], [1.0, -1.0]), each.samples),
-            Part(each.others, main_of(each.others) or main, apart, each.samples),
+            Part(rest, main, added([whole, apart], [1.0, -1.0]), each.samples, each.loss),
+            Part(each.others, main_of(each.others) or main, apart, each.samples, each.loss),
         ]
+
+
+def _of_no_backward() -> Step:
+    """A step whose gradients came otherwise: there is nothing to judge them by."""
+    why = "no backward() was seen before a step, as where torch.autograd.grad() gives its gradients"
+    fits = [TensorDifference("", 1.0, 0.0)]
+    return Step([], [], [], 0.0, 0.0, {}, 1, 0, fits=fits, reasons={"unread": why})
 
 
 def _sum(param: Tensor) -> Tensor:
@@ -239,7 +234,7 @@ def _sum(param: Tensor) -> Tensor:
     return part.sum(dtype=dtype).cpu().double()
 
 
-def _is_finite(micro_batch: MicroBatch) -> bool:
+def _is_finite(micro_batch: Pass) -> bool:
     """False also for one without a single target: its mean is NaN, and a weight of 0 leaves it out."""
     return all(bool(grad.isfinite().all()) for grad in micro_batch.grads.values())
 
@@ -273,15 +268,13 @@ def _taken(optimizer: Optimizer, params: list[Tensor], kwargs: Mapping[str, Any]
     return [sums[id(param)] / divisor if id(param) in sums else None for param in params]
 
 
-def _of_all(
-    micro_batches: list[MicroBatch], parts: list[list[Part]], group: Any
-) -> tuple[list[MicroBatch], list[list[Part]], int]:
+def _of_all(passes: list[Pass], parts: list[list[Part]], group: Any) -> tuple[list[Pass], list[list[Part]], int]:
     """The micro-batches of all processes with their gradients, and the number of processes."""
-    mine = [replace(each, grads={}, grads_of_others={}, call=None) for each in micro_batches]
+    mine = [replace(each, grads={}, grads_of_others={}, call=None, inputs=None) for each in passes]
     everyone = _gathered((mine, parts), group)
-    found: list[MicroBatch] = []
+    found: list[Pass] = []
     for rank, (theirs, _) in enumerate(everyone):
-        own = micro_batches if rank == dist.get_rank(group) else theirs
+        own = passes if rank == dist.get_rank(group) else theirs
         for each in own:
             each.rank = rank
         found += own

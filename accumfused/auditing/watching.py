@@ -25,11 +25,12 @@ from accumfused.auditing.constants import Constants
 from accumfused.auditing.fit import on_host
 from accumfused.auditing.graph import Reading, gradients_of, is_division, main_of, probe, read
 from accumfused.auditing.hints import CAUSES, expected_of
+from accumfused.auditing.passes import Pass
 from accumfused.auditing.randomness import Generators
 from accumfused.auditing.report import AuditReport
 from accumfused.auditing.rows import Rows
+from accumfused.auditing.step import SCALED, UNKNOWN, Step, is_close
 from accumfused.auditing.track import Track
-from accumfused.auditing.window import MicroBatch
 from accumfused.formats.shards import is_dtensor
 from accumfused.optimizer import FusedOptimizer
 
@@ -38,6 +39,7 @@ _CALLS = {  # with which a clip begins
     "norm", "linalg_vector_norm", "vector_norm", "_foreach_norm", "pow", "__pow__", "square", "dot", "abs", "clamp_",
     "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_", _UNSCALING,
 }  # fmt: skip
+_LOSSES = "there are {number:g} times as many backward passes, which is right if each micro-batch has so many losses"
 _FRAMEWORKS = {  # callers of others come first
     "transformers.trainer": "trainer", "lightning.": "lightning", "pytorch_lightning.": "lightning",
     "accelerate.optimizer": "accelerate",
@@ -67,8 +69,8 @@ class Watch:
         self._generators = Generators(itertools.chain(model.parameters(), model.buffers()))
         self._calls = Calls(model, self._generators, ignore)
         self._rows = Rows(model, self._generators, self._calls.see)
-        self._current: MicroBatch | None = None  # during its backward
-        self._unseen = MicroBatch()
+        self._current: Pass | None = None  # during its backward
+        self._unseen = Pass()
         self._detour = False  # a backward pass has ended at other tensors than parameters
         self.constants = Constants()
         self._probed: dict[Any, tuple[int, Reading]] = {}  # the first of each form, with its samples
@@ -110,15 +112,20 @@ class Watch:
     def _fill(self, *, is_whole: bool) -> None:
         """Writes what was seen into the report. Args: is_whole: no exception has cut the last window short."""
         report = self._report
-        windows = [window for track in self.tracks for window in track.windows]
+        windows = [step for track in self.tracks for step in track.windows]
         steps = self._steps or expected_of(windows)
         report.advice = (
             f"To know, call af.audit(model, loss_fn, batch, {steps}): it computes a batch whole and in micro-batches."
         )
-        names = sorted({name for window in windows for name in window.reasons} & CAUSES.keys())
+        names = sorted({name for step in windows for name in step.reasons} & CAUSES.keys())
         if names:
             report.advice += f"\nTo leave this out, say ignore={tuple(names)} or --ignore {' --ignore '.join(names)}."
         for track in self.tracks:
+            self._count_losses(track.windows)
+            if any("length" in step.reasons for step in track.windows):
+                report.advice = (
+                    "The direction is that of the large batch. To know its length, divide in the loop, by K."
+                )
             report.take(track.windows, self._steps, self._ignore, self._setting)
         report.overlook(self._ignore)
         skipped, judged = sum(track.skipped for track in self.tracks), len(windows)
@@ -126,14 +133,33 @@ class Watch:
             report.notes.append(
                 f"{skipped} of {skipped + judged} steps were not judged: their gradients were inf or NaN"
             )
-        if any(each.is_random for window in windows for each in window.micro_batches):
+        losses = max((step.losses for step in windows), default=1)
+        if losses > 1:
+            report.notes.append(f"each micro-batch has {losses} backward passes: they are taken for losses of one sum")
+        sums = {step.sum_over for step in windows if step.sum_over[0] > 1}
+        if len({constant for constant, _ in sums}) == 1 and len(sums) > 1:
+            report.notes.append(
+                f"the loss is a sum over a constant, {min(sums)[0]:g}, of {min(sums)[1]:g} to {max(sums)[1]:g} terms a "
+                "window: each term counts the same, a shorter window less"
+            )
+        if any(each.is_random for step in windows for each in step.passes):
             report.notes.append("the model draws random numbers, as dropout does: the large batch would draw others")
-        left = max((sum(not m.is_used for m in track.now.micro_batches) for track in self.tracks), default=0)
+        left = max((sum(not m.is_used for m in track.now.passes) for track in self.tracks), default=0)
         if left and is_whole and windows:
             report.notes.append(f"{left} micro-batches after the last step: they are lost if no step follows the block")
         report.notes += [error for track in self.tracks for error in track.errors]
-        if self._calls.note and not all(window.is_decided for window in windows):
+        if self._calls.note and not all(step.is_decided for step in windows):
             report.notes.append(self._calls.note)
+
+    def _count_losses(self, windows: Sequence[Step]) -> None:
+        """Where each window has n times the micro-batches that belong to it, these may be n losses of one each."""
+        counts = {step.arrived for step in windows}
+        number = counts.pop() / self._steps if self._steps and len(counts) == 1 else 1.0
+        if number > 1 and number.is_integer():
+            for step in windows:
+                if step.verdict == SCALED and is_close(step.ratio, number):
+                    step.verdict = UNKNOWN
+                    step.reasons = {"length": _LOSSES.format(number=number)}
 
     # ---- what happens in the loop ----------------------------------------------------------------------------------
 
@@ -142,25 +168,27 @@ class Watch:
         loss = tensors if isinstance(tensors, Tensor) else tensors[0]
         rows = self._rows.edges
         self._rows.is_paused = True
-        now = self._current = MicroBatch(samples=self._rows.samples)
+        now = self._current = Pass(samples=self._rows.samples)
         try:
             now.reading = self._read(loss, gradients, rows, now)
         except Exception as error:  # the loop goes on, whatever its graph is
-            now.reading = Reading(unknown=[f"the loss's graph could not be read ({error})"])
+            now.reading = Reading(unknown=[f"the loss's graph could not be read ({type(error).__name__}: {error})"])
         now.is_random = self._rows.is_random
         now.has_batch_norm = any(layer.training for layer in self._norms)
         for term in now.reading.terms:
             term.edges, term.top = [], None
         for track in self.tracks:
             track.begin()
+        inputs = self._rows.inputs
         self._rows.use()
+        now.modules, now.inputs = self._rows.modules, inputs
         try:
             return run(tensors, gradients, *args, **kwargs)
         finally:
             self._detour |= now.reading.ends_beside and not now.grads
             self._current, self._rows.is_paused = None, False
 
-    def _read(self, loss: Tensor, gradient: Any, rows: Any, now: MicroBatch) -> Reading:
+    def _read(self, loss: Tensor, gradient: Any, rows: Any, now: Pass) -> Reading:
         reading = read(loss, rows)
         gradient = gradient[0] if isinstance(gradient, list | tuple) and len(gradient) == 1 else gradient
         if isinstance(gradient, Tensor) and gradient.numel() == 1:
@@ -204,7 +232,7 @@ class Watch:
             return
         now = self._current
         if now is None:  # in a backward pass that was not seen
-            now = self._unseen = self._unseen if id(param) not in self._unseen.grads else MicroBatch()
+            now = self._unseen = self._unseen if id(param) not in self._unseen.grads else Pass()
         known = now.grads.get(id(param))
         now.grads[id(param)] = grad if known is None else known + grad
         for track in self.tracks:
@@ -213,12 +241,12 @@ class Watch:
     def _other_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Any optimizer's step uses the gradients that are there."""
         if all(track.optimizer is not optimizer for track in self.tracks):
-            for micro_batch in (each for track in self.tracks for each in track.now.micro_batches):
+            for micro_batch in (each for track in self.tracks for each in track.now.passes):
                 micro_batch.is_used = True
 
     def _stepped(self, optimizer: Optimizer) -> None:
         self._detour = False
-        self._unseen = MicroBatch()
+        self._unseen = Pass()
         self._setting = self._setting or _setting(optimizer)
         self._ended()
 
@@ -273,7 +301,7 @@ def tracks_of(model: Module, optimizers: Optimizer | Iterable[Optimizer], group:
         raise ValueError("watch needs at least one optimizer")
     check_training(model)
     names = {id(param): name for name, param in model.named_parameters()}
-    tracks = [Track(optimizer, names, group) for optimizer in several]
+    tracks = [Track(optimizer, names, lambda: group) for optimizer in several]
     if any(is_dtensor(param) for track in tracks for param in track.params):
         raise RuntimeError("parameters are sharded (DTensor): their gradients are not whole here; audit one process")
     return tracks

@@ -1,4 +1,4 @@
-"""An audit of a training's first steps, whose report goes to the log."""
+"""An audit of a training's first steps, whose report is a warning: it is shown once, whatever it says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from accumfused.auditing.calls import audit
 from accumfused.auditing.report import AuditReport
-from accumfused.auditing.window import DIFFERENT
 
 _STEPS = 4
 
@@ -48,7 +47,7 @@ class LossOf(Module):
 
 
 class FirstSteps:
-    """Watches from `begin` until so many calls of `step`, or `end`; then logs the report, and lets go of the loop."""
+    """Watches from `begin` until so many calls of `step`, or `end`; then shows the report, and lets go of the loop."""
 
     def __init__(self) -> None:
         self._block: Any = None  # while steps are watched
@@ -73,14 +72,14 @@ class FirstSteps:
             self.end()
 
     def end(self) -> None:
-        """Logs the report, in one process: as a warning if an update is not the large batch's, else as information."""
+        """Shows the report, in one process: in one line if all is well."""
         block, self._block = self._block, None
         if block is None:
             return
         block.__exit__(*sys.exc_info())  # an exception that ends the training has cut a window short
         if _processes() == 1 or dist.get_rank() == 0:
-            level = logging.WARNING if self._report.verdict == DIFFERENT else logging.INFO
-            logging.getLogger("accumfused").log(level, "%s", self._report)
+            text = self._report.headline if self._report.matches and not self._report.notes else str(self._report)
+            logging.getLogger("accumfused").warning("audit of the first %d steps: %s", len(self._report.steps), text)
 
 
 def losses_of_trainer(trainer: Any) -> LossOf:
@@ -106,7 +105,7 @@ def losses_of_trainer(trainer: Any) -> LossOf:
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **others
             )
         module.arguments = (model,)
-        return module(dict(inputs), num_items_in_batch)
+        return module(inputs, num_items_in_batch)
 
     trainer.compute_loss = compute_loss
     return module

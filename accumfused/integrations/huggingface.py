@@ -69,8 +69,8 @@ def fuse_trainer(
             `accelerator.backward` and `accelerator.clip_grad_norm_` when training begins.
         linears: whether linear layers add their weights' gradients to the optimizer's sums within backward, see
             `accumfused.fuse_linears`. It needs one process with one device.
-        audit: whether the first four steps of each training are watched, see `accumfused.audit`. The report goes to
-            the log "accumfused": as a warning if an update is not the large batch's, else as information.
+        audit: whether the first four steps of each training are watched, see `accumfused.audit`. The report is
+            a warning in the log "accumfused", one line if each update is the large batch's.
             DDP is compared with the batches of all processes.
         metrics: measures the steps that Trainer logs, and logs `optimizer.metrics()` there: "groups" as
             `grad_norm/all`, `grad_norm/group0`..., "tensors" also as `grad_norm/layer.weight`. An optimizer of

@@ -36,10 +36,9 @@ def fuse_trainer(
 
     Args:
         trainer: the trainer, of `lightning` or `pytorch_lightning`. It gets a callback.
-        audit: whether the first four steps of each training are watched, see `accumfused.audit`. The report goes to
-            the log "accumfused": as a warning if an update is not the large batch's, else as information.
-            DDP is compared with the batches of all processes. It needs automatic optimization, where `training_step`
-            is a micro-batch.
+        audit: whether the first four steps of each training are watched, see `accumfused.audit`. The report is
+            a warning in the log "accumfused", one line if each update is the large batch's. DDP is compared with the
+            batches of all processes. It needs automatic optimization, where `training_step` is a micro-batch.
         metrics: measures the steps that Lightning logs, and logs `optimizer.metrics()` there: "groups" as
             `grad_norm/all`, `grad_norm/group0`..., "tensors" also as `grad_norm/layer.weight`. An optimizer of
             accumfused measures what it was made to; its groups are logged with None, too.

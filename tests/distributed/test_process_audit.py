@@ -38,6 +38,18 @@ def ranks_of_one(has_group: bool) -> Any:
     return report
 
 
+def out_of_step(kind: str) -> Any:
+    """no_sync() around other micro-batches than all but the last."""
+    model = DistributedDataParallel(Language())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with af.audit.watch(model, optimizer, gradient_accumulation_steps=K, process_group=dist.group.WORLD) as report:
+        for i, (x, y) in enumerate(tokens(2 * K, seed=dist.get_rank())):
+            with model.no_sync() if ends(i) or kind == "never" else contextlib.nullcontext():
+                (token_loss(model, x, y) / K).backward()
+            end(optimizer, i)
+    return report
+
+
 def fused() -> Any:
     model = DistributedDataParallel(Language())
     optimizer = af.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.1, process_group=dist.group.WORLD)
@@ -94,6 +106,11 @@ def first_steps() -> list[str]:
 
 def test_processes_with_other_counts_and_the_same_weight_are_named() -> None:
     assert [report.names for report in processes.run(2, ranks_of_one, True)] == [["ranks"]] * 2
+
+
+@pytest.mark.parametrize("kind", ["last", "never"])
+def test_processes_that_step_with_gradients_of_their_own_are_named(kind: str) -> None:
+    assert [report.names for report in processes.run(2, out_of_step, kind)] == [["unsynced"]] * 2
 
 
 @pytest.mark.parametrize("loop", [fused, summed])

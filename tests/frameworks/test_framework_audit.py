@@ -85,6 +85,19 @@ class Preferences(transformers.Trainer):  # type: ignore[misc]
         return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 
+class Grouped(transformers.Trainer):  # type: ignore[misc]
+    """As GRPO does: Trainer leaves the division to it, and its labels are taken out of the batch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = True
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        loss = model(**inputs).logits.log_softmax(2).mul(labels[..., None] % 2).mean()
+        return loss / self.current_gradient_accumulation_steps
+
+
 class DividesAgain(transformers.Trainer):  # type: ignore[misc]
     """And keeps a list of its losses, which the audit's own calls leave alone."""
 
@@ -105,8 +118,9 @@ class Padded(transformers.Trainer):  # type: ignore[misc]
 @pytest.mark.parametrize(("verdict", "options"), [
     ("equal", {"model_of": gpt2}), ("equal", {"bf16": True}), ("equal", {"kind": Padded}),
     ("equal", {"model_of": gpt2, "gradient_accumulation_steps": 1}),
-    ("equal", {"kind": Preferences}), ("scaled", {"kind": DividesAgain}), ("different", {"model_of": mixture}),
-], ids=[str(i) for i in range(7)])  # fmt: skip
+    ("equal", {"kind": Preferences}), ("equal", {"kind": Grouped}),
+    ("scaled", {"kind": DividesAgain}), ("different", {"model_of": mixture}),
+], ids=[str(i) for i in range(8)])  # fmt: skip
 def test_a_trainers_verdict_is_that_of_its_loss_over_the_whole_window(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, verdict: str, options: Any
 ) -> None:
@@ -120,7 +134,7 @@ def test_a_trainers_verdict_is_that_of_its_loss_over_the_whole_window(
     assert all(map(torch.equal, trainer.model.parameters(), plain.model.parameters()))
     assert getattr(trainer, "metrics", None) == getattr(plain, "metrics", None)
     (record,) = (each for each in caplog.records if each.name == "accumfused")
-    assert record.message.startswith(HEADLINES[verdict]), record.message
+    assert record.message.startswith(f"audit of the first 2 steps: {HEADLINES[verdict]}"), record.message
     assert "could not be computed at once" not in record.message
 
 
@@ -190,7 +204,7 @@ def lightning_trains(folder: Path, hooked: list[Any], kind: Any) -> None:
 @pytest.mark.parametrize(("train", "given", "causes"), [
     (trainer_trains, {}, []), (trainer_trains, {"model_of": MeanOfEachMicroBatch}, ["mean_of_means"]),
     (lightning_trains, {"kind": LoggingAndWeighted}, []),
-    (lightning_trains, {"kind": Logging}, ["mean_of_means"]),
+    (lightning_trains, {"kind": Logging}, ["mean_of_means", "remainder_under_weighted"]),
     (trainer_trains, {"kind": BrokenTrainer}, None), (lightning_trains, {"kind": Broken}, None),
 ])  # fmt: skip
 def test_the_first_steps_are_watched_and_reported_also_where_an_exception_ends_the_training(
@@ -202,13 +216,16 @@ def test_the_first_steps_are_watched_and_reported_also_where_an_exception_ends_t
         train(tmp_path, hooked, **given)
     assert sum(attached(*hooked)) == 0
     (record,) = (each for each in caplog.records if each.name == "accumfused")
-    assert record.message.startswith(HEADLINES["different" if causes else "equal"])
-    assert (record.levelno == logging.WARNING) == bool(causes)
+    count = 1 if causes is None else 4
+    assert record.message.startswith(
+        f"audit of the first {count} steps: {HEADLINES['different' if causes else 'equal']}"
+    )
+    assert record.levelno == logging.WARNING  # Python shows no line below it, unless somebody asks
     assert [cause for cause in CAUSES if f"\n{cause} (" in record.message] == (causes or [])
     assert "could not be computed at once" not in record.message
     if causes:  # the remedy is in the framework's words
         assert ("num_items_in_batch" if train is trainer_trains else "FusedAccumulation mixin") in record.message
-    assert ("\n4 " in record.message) == (causes is not None)
+    assert ("\n4 " in record.message) == bool(causes)
     assert "\n5 " not in record.message
     assert train is trainer_trains or not causes or "net.0.weight" in record.message  # as the module names it
 

@@ -4,41 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from accumfused.auditing.fit import Grads, TensorDifference, added, differences, weights_of
-from accumfused.auditing.graph import Reading, Term, main_of
+from accumfused.auditing.graph import Term
+from accumfused.auditing.passes import Opened, Pass
 
 EQUAL, SCALED, UNKNOWN, DIFFERENT = "equal", "scaled", "unknown", "different"  # verdicts, from best to worst
 WORST = (EQUAL, SCALED, UNKNOWN, DIFFERENT)
 TOLERANCE = 1e-4  # of the gradient: sums in fp32 stay below
 LOST = 0.01  # of the largest weight: micro-batches below did not reach the step
+UNSEEN = "the loss itself divides by the number of micro-batches, where the audit does not see it"
 _CLOSE = 2e-3  # relative: two numbers that are the same but for rounding
-
-
-@dataclass
-class MicroBatch:
-    """One backward pass."""
-
-    reading: Reading = field(default_factory=lambda: Reading(unknown=["its backward() was not seen"]))
-    samples: int = 0  # of the model's last call; 0: unknown
-    rank: int = 0
-    is_random: bool = False  # forward drew random numbers
-    has_batch_norm: bool = False  # in training mode
-    is_used: bool = False  # a step has taken it
-    grads: dict[int, Tensor] = field(default_factory=dict)  # on the host, by parameter, until the step
-    call: Any = None  # of the model, if it has returned the loss
-    others: list[Term] = field(default_factory=list)  # terms without the divisions of the main one
-    grads_of_others: dict[int, Tensor] = field(default_factory=dict)
-
-    @property
-    def main(self) -> Term:
-        """The term that counts samples or tokens."""
-        return main_of(self.reading.terms) or Term("", [], [], mean_of=float(self.samples or 1), is_mean=True)
 
 
 @dataclass
@@ -49,10 +30,11 @@ class Part:
     main: Term
     grads: list[Tensor | None]
     samples: int
+    loss: int = 0
 
 
 @dataclass
-class Window:
+class Step:
     """The micro-batches between two steps of an optimizer.
 
     Args:
@@ -66,9 +48,10 @@ class Window:
         ratio: the step's gradient is so many times the large batch's, where the direction is the same.
         reasons: why the graph cannot tell, by the name of the cause.
         is_decided: by the comparison with the window computed at once.
+        sum_over: the number by which a loss that is a sum is divided, and the count of its terms.
     """
 
-    micro_batches: list[MicroBatch]
+    passes: list[Pass]
     weights: list[float]
     shares: list[float]
     stale: float
@@ -81,52 +64,64 @@ class Window:
     verdict: str = UNKNOWN
     reasons: dict[str, str] = field(default_factory=dict)
     is_decided: bool = False
+    sum_over: tuple[float, float] = 1.0, 1.0
+
+    @property
+    def losses(self) -> int:
+        """How many losses each micro-batch has, with a backward pass for each."""
+        return 1 + max((each.loss for each in self.passes), default=0)
 
     @property
     def arrived(self) -> int:
         """Micro-batches of each process."""
-        return len(self.micro_batches) // self.world
+        return len(self.passes) // self.world // self.losses
 
     @property
     def lost(self) -> int:
         """How many of a process neither this step nor another optimizer's has taken."""
         sizes = [abs(share * each.main.size) for share, each in self.pairs]
-        pairs = zip(sizes, self.micro_batches, strict=True)
-        return sum(size < LOST * max(sizes) and not each.is_used for size, each in pairs) // self.world
+        pairs = zip(sizes, self.passes, strict=True)
+        return sum(size < LOST * max(sizes) and not each.is_used for size, each in pairs) // self.world // self.losses
 
     @property
-    def pairs(self) -> list[tuple[float, MicroBatch]]:
+    def weighed(self) -> list[tuple[float, Pass]]:
+        """Weights and micro-batches."""
+        return list(zip(self.weights, self.passes, strict=True))
+
+    @property
+    def pairs(self) -> list[tuple[float, Pass]]:
         """Shares and micro-batches."""
-        return list(zip(self.shares, self.micro_batches, strict=True))
+        return list(zip(self.shares, self.passes, strict=True))
 
 
 def judge(
-    micro_batches: list[MicroBatch], parts: list[list[Part]], stale: list[Grads], taken: Grads, names: Sequence[str],
-    *, expected: int | None, world: int, reset: int, flags: dict[str, str],
-) -> Window:  # fmt: skip
+    opened: Opened, parts: list[list[Part]], stale: list[Grads], taken: Grads, names: Sequence[str],
+    *, expected: int | None, world: int = 1,
+) -> Step:  # fmt: skip
     """The verdict on one step.
 
     Args:
-        parts: of each micro-batch.
+        opened: what was seen before it, of all processes.
+        parts: of each pass.
         stale: the gradients that the window found in p.grad, if there were any.
         taken: the gradients that the step takes.
         expected: gradient_accumulation_steps.
-        reset: so many of the first micro-batches are gone from p.grad, by what was seen.
+        world: the number of processes.
     """
+    passes, reset, flags = opened.passes, opened.reset, opened.flags
     pieces = [added([part.grads for part in each], [1.0] * len(each)) if each[1:] else each[0].grads for each in parts]
-    of_rank = len(micro_batches) // world
-    likely = [index % of_rank >= reset for index in range(len(micro_batches))] + [False] * len(stale)
+    of_rank = len(passes) // world
+    likely = [index % of_rank >= reset for index in range(len(passes))] + [False] * len(stale)
     fitted, residual = weights_of([*pieces, *stale], taken, likely)
     largest = max(map(abs, fitted))
-    own = [not m.is_used or abs(w) >= LOST * largest for w, m in zip(fitted, micro_batches, strict=False)]
-    micro_batches, parts = list(itertools.compress(micro_batches, own)), list(itertools.compress(parts, own))
+    own = [not m.is_used or abs(w) >= LOST * largest for w, m in zip(fitted, passes, strict=False)]
+    reset = sum(own[:reset])
+    passes, parts = list(itertools.compress(passes, own)), list(itertools.compress(parts, own))
     weights = list(itertools.compress(fitted, own))
-    shares = [weight / (each.main.divisor or 1.0) for weight, each in zip(weights, micro_batches, strict=True)]
-    window = Window(micro_batches, weights, shares, fitted[-1] if stale else 0.0, residual, flags, world, reset)
-    families = _families(
-        list(itertools.chain(*parts)), window.arrived, expected or window.arrived, world, window.reasons
-    )
-    large = [family.large for family in families]
+    shares = [weight / (each.main.divisor or 1.0) for weight, each in zip(weights, passes, strict=True)]
+    step = Step(passes, weights, shares, fitted[-1] if stale else 0.0, residual, flags, world, reset)
+    families = _families(list(itertools.chain(*parts)), step.arrived, expected or step.arrived, world, step.reasons)
+    large = [family.large() for family in families]
     scales, _ = weights_of(large, taken, [True] * len(large))
     right = [family.right(scale) for family, scale in zip(families, scales, strict=True)]
     ratios = [scale / each for scale, each in zip(scales, right, strict=True)]
@@ -134,53 +129,104 @@ def judge(
     turns = [ratio * sum(numbers) / number for ratio, number in zip(ratios, numbers, strict=True)]
     if _same(turns) and (is_close(turns[0], 1.0) if sum(numbers) == expected else not _same(ratios)):
         right, ratios = [scale / turns[0] for scale in scales], turns  # losses of several forms take turns
-    elif not _same([*map(float, numbers)]) and not _same(ratios):
-        window.reasons["unread"] = "losses of different forms come in different numbers"
-    window.fits, window.ratio = differences(large, right, taken, names), ratios[0]
+    elif not _same([*map(float, numbers)]) and not _same(ratios) and abs(step.stale) <= LOST:
+        step.reasons["unread"] = "losses of different forms come in different numbers"
+    step.fits, step.ratio = differences(large, right, taken, names), ratios[0]
+    step.sum_over = families[0].constant, families[0].count
     is_off = differences(large, scales, taken, names)[0].difference > TOLERANCE
     if not is_off and not _same(ratios):
         flags["uneven"] = f"its losses enter with the factors {', '.join(f'{ratio:.3g}' for ratio in ratios)}"
-    if "weights_changed" in flags or is_off or not _same(ratios) or min(ratios) <= 0:
-        window.verdict = DIFFERENT
+    if {"weights_changed", "unsynced"} & flags.keys() or is_off or not _same(ratios) or min(ratios) <= 0:
+        step.verdict = DIFFERENT
     else:
-        window.verdict = EQUAL if is_close(ratios[0], 1.0) else SCALED
-    if len(micro_batches) > 1:
-        window.reasons |= dependences(micro_batches)
-    sizes = [each.main.size for each in micro_batches]
-    mean = sum(share * size for share, size in zip(shares, sizes, strict=True)) / (sum(sizes) or 1.0)
-    window.shares = [share * (1.0 if window.verdict == DIFFERENT else window.ratio) / (mean or 1.0) for share in shares]
-    return window
+        step.verdict = EQUAL if is_close(ratios[0], 1.0) else SCALED
+    if step.arrived * world > 1:
+        step.reasons |= dependences(passes)
+    _rescale(step)
+    return step
+
+
+def _rescale(step: Step) -> None:
+    """Gives the shares the mean that the verdict says."""
+    sizes = [each.main.size for each in step.passes]
+    mean = sum(share * size for share, size in zip(step.shares, sizes, strict=True)) / (sum(sizes) or 1.0)
+    wanted = 1.0 if step.verdict == DIFFERENT else step.ratio
+    step.shares = [share * wanted / (mean or 1.0) for share in step.shares]
 
 
 def decide(
-    window: Window, whole: Grads, taken: Grads, names: Sequence[str], rights: Sequence[float], tolerance: float
-) -> None:
-    """Gives the window the verdict of a comparison with its samples computed at once.
+    step: Step, whole: Part, taken: Grads, names: Sequence[str], tolerance: float,
+    *, expected: int = 1, factors: Sequence[Sequence[float]] = (), right: float | None = None,
+) -> None:  # fmt: skip
+    """Takes the direction from the window computed at once, and the length from where its divisions were seen.
+
+    A loss that is called for the whole window still believes that it is one of K, and may divide by K.
 
     Args:
-        whole: their gradients.
-        rights: numbers that may stand in front of it.
+        whole: its loss and gradients. Without terms: its graph could not be read.
         tolerance: the rounding that is no difference.
+        expected: gradient_accumulation_steps.
+        factors: for each micro-batch, those between the loss that was computed at once and backward.
+        right: the number that belongs in front of the window's gradients; None: it is looked for.
     """
-    scale = weights_of([whole], taken, [True])[0][0]
-    right = next((each for each in rights if is_close(scale, each)), rights[0])
-    window.fits, window.ratio, window.is_decided = differences([whole], [right], taken, names), scale / right, True
-    is_foreign = window.residual > TOLERANCE or abs(window.stale) > LOST  # something else is in the step's gradient
-    if differences([whole], [scale], taken, names)[0].difference > tolerance or is_foreign:
-        window.verdict = DIFFERENT
+    scale = weights_of([whole.grads], taken, [True])[0][0]
+    is_foreign = step.residual > TOLERANCE or abs(step.stale) > LOST  # something else is in the step's gradient
+    is_off = differences([whole.grads], [scale], taken, names)[0].difference > tolerance or is_foreign
+    is_read, is_divided = "unread" not in step.reasons, True
+    if right is None and is_read and step.verdict != DIFFERENT and not is_off:
+        right = scale / step.ratio
+    elif right is None:
+        right, is_divided = _length(whole, scale, step, expected, factors)
+    step.fits, step.is_decided = differences([whole.grads], [right], taken, names), True
+    step.ratio = scale / right
+    if is_off or (is_read and "uneven" in step.flags):  # some of its terms are longer than others
+        step.verdict = DIFFERENT
+    elif is_close(step.ratio, 1.0) or step.fits[0].difference <= tolerance:
+        step.verdict = EQUAL
+    elif is_divided or not _is_count(step.ratio, (step.arrived, expected, step.arrived / expected)):
+        step.verdict = SCALED
     else:
-        window.verdict = EQUAL if window.fits[0].difference <= tolerance else SCALED
+        step.verdict = UNKNOWN
+        step.reasons = {"length": f"its length is times {step.ratio:.4g}, which is right if {UNSEEN}"}
+    _rescale(step)
 
 
-def dependences(micro_batches: Sequence[MicroBatch]) -> dict[str, str]:
+def _length(
+    whole: Part, scale: float, step: Step, expected: int, factors: Sequence[Sequence[float]]
+) -> tuple[float, bool]:
+    """The number in front of the window's gradient that was meant, and whether all that divides it was seen."""
+    columns = list(zip(*factors, strict=False))
+    is_even = all(map(_same, columns)) and len({*map(len, factors)}) < 2  # else they weigh micro-batches by counts
+    own = [column[0] for column in columns] if is_even else []
+    if whole.terms:
+        scales = [factor for factor in own if factor in step.passes[0].main.scales]
+        terms = [replace(t, factors=[*t.factors, *own], scales=[*t.scales, *scales]) for t in whole.terms]
+        main = next(read for read, term in zip(terms, whole.terms, strict=True) if term is whole.main)
+        family = _family([replace(whole, terms=terms, main=main)], step.arrived, expected, 1, {}, step.arrived)
+        rights = [each * math.prod(own) * family.weights[0] for each in (1.0, *family.others)]
+    else:
+        counts = [count for count in (step.arrived, expected) if count > 1]
+        free = [factor for factor in own if not any(is_close(abs(factor), 1 / count) for count in counts)]
+        undone = [factor for factor in free if not any(is_close(factor, count) for count in counts)]
+        rights = [*map(math.prod, (free, undone)), 1.0]
+    is_divided = bool(whole.terms) or free != own
+    return next((each for each in rights if is_close(scale, each)), rights[0]), is_divided
+
+
+def _is_count(ratio: float, counts: Iterable[float]) -> bool:
+    """Whether it is one of these, or one over it."""
+    return any(is_close(abs(ratio), each) or is_close(abs(ratio), 1 / each) for each in counts)
+
+
+def dependences(passes: Sequence[Pass]) -> dict[str, str]:
     """What the graph shows of samples that depend on each other, or does not show."""
     found: dict[str, str] = {}
-    if any(each.has_batch_norm for each in micro_batches):
+    if any(each.has_batch_norm for each in passes):
         found["batch_norm"] = "BatchNorm in training mode makes samples depend on each other"
-    for each in micro_batches:
+    for each in passes:
         terms = [term for term in each.reading.terms if term.has_rows]
         coupled = [term for term in terms if term.is_coupled]
-        if coupled and "batch_norm" not in found:
+        if coupled and "batch_norm" not in found and not each.reading.unknown:
             name = "negatives" if len(coupled) == len(terms) else "auxiliary"
             found[name] = f"samples of a micro-batch depend on each other in its {coupled[0].kind}"
         if each.reading.unknown:
@@ -199,20 +245,30 @@ class _Family:
 
     Args:
         main: the first one's main term.
-        large: the gradient of their terms at once.
+        pieces: their gradients.
+        weights: of these in the gradient of their terms at once.
         number: of them in each process.
-        others: what may stand in front of `large` as well: a sum may be meant as a mean, or undo a division.
+        others: what may stand in front of that as well: a sum may be meant as a mean, or undo a division.
         is_divided: by a number of micro-batches.
+        constant: the number by which a sum is divided, if that is none of its counts; else 1.
+        count: of its terms.
     """
 
     main: Term
-    large: list[Tensor | None]
+    pieces: list[list[Tensor | None]]
+    weights: list[float]
     number: int
     others: list[float]
     is_divided: bool
+    constant: float
+    count: float
+
+    def large(self) -> list[Tensor | None]:
+        """The gradient of their terms at once."""
+        return added(self.pieces, self.weights)
 
     def right(self, scale: float) -> float:
-        """The number in front of `large` that was meant."""
+        """The number in front of it that was meant."""
         return next((each for each in self.others if is_close(scale, each)), 1.0)
 
 
@@ -220,7 +276,7 @@ def _families(parts: Sequence[Part], arrived: int, expected: int, world: int, re
     """Args: arrived: micro-batches of each process. expected: those that belong to a step."""
     forms: dict[Any, list[Part]] = {}
     for part in parts:
-        forms.setdefault(tuple((term.kind, term.has_rows) for term in part.terms), []).append(part)
+        forms.setdefault((part.loss, *((term.kind, term.has_rows) for term in part.terms)), []).append(part)
     families = [_family(group, arrived, expected, world, reasons) for group in forms.values()]
     for family in families:
         if not family.is_divided and any(each.is_divided for each in families):
@@ -230,9 +286,11 @@ def _families(parts: Sequence[Part], arrived: int, expected: int, world: int, re
     return families
 
 
-def _family(group: Sequence[Part], arrived: int, expected: int, world: int, reasons: dict[str, str]) -> _Family:
+def _family(
+    group: Sequence[Part], arrived: int, expected: int, world: int, reasons: dict[str, str], number: int = 0
+) -> _Family:
     """A mean counts its terms, and the large batch has those of all micro-batches. A sum stays what it is."""
-    number, first = len(group) // world or 1, group[0].main
+    number, first = number or len(group) // world or 1, group[0].main
     mains = [part.main for part in group if part.main.divisor]
     _compare_terms([part for part in group if part.main.divisor], reasons)
     columns = list(zip(*(main.factors for main in mains), strict=False))
@@ -254,9 +312,11 @@ def _family(group: Sequence[Part], arrived: int, expected: int, world: int, reas
         total, others = first.divisor, others + [1 / size for size in sizes if size]
     elif number < expected == number * joint:  # the losses of several micro-batches share a backward pass
         total *= joint
+    count = sum(main.count for main in mains)
+    constant = first.divisor if is_sum and is_same and not first.is_mean else 1.0
     own = math.prod(map(abs, divisions)) * math.prod(first.scales) * (total or 1.0)
-    large = added([part.grads for part in group], [part.main.divisor / own for part in group])
-    return _Family(first, large, number, others, bool(divisions))
+    weights = [part.main.divisor / own for part in group]
+    return _Family(first, [part.grads for part in group], weights, number, others, bool(divisions), constant, count)
 
 
 def _compare_terms(group: Sequence[Part], reasons: dict[str, str]) -> None:
