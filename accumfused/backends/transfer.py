@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accumfused.core.streams import has_streams
+
 Wait = Callable[[], None]
 
 SLOTS = 3  # one is filled, one is worked on, one goes back
@@ -77,7 +79,7 @@ class Copies:
         events = list[torch.cuda.Event]()
         for card in dict.fromkeys(cards):
             pairs = [pair for pair, here in zip(zip(sources, targets, strict=True), cards, strict=True) if here == card]
-            if card.type != "cuda":
+            if not has_streams(card):
                 for source, target in pairs:
                     target.copy_(source)
                 continue
@@ -142,7 +144,7 @@ class Worker:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "accumfused-offload")
         future = self._executor.submit(self._run, [partial(task, *args)])
-        future.add_done_callback(partial(_free, self._free, slot))  # also if it is cancelled
+        future.add_done_callback(partial(_free, self._free, slot))
         self._under_way.append(future)
 
     def wait(self) -> None:
@@ -151,29 +153,30 @@ class Worker:
         Raises:
             RuntimeError: one has failed; or the process was forked, and its parent has the thread.
         """
-        while self._under_way:
+        if self._under_way or self._failure is not None:
             self.check()
-            self._under_way[0].exception()
-            self._under_way.popleft()
-        if self._failure is not None:
+            self._settle()
             self.check()
 
     def drop(self, *, memory: bool) -> None:
-        """Leaves out the tasks that have not begun, waits for the one that has, and forgets a failure."""
+        """Waits for all tasks, and forgets a failure.
+
+        None is left out: their sums are wanted no more, but each has counted the words of rounding noise.
+        """
         if self._process != os.getpid():
             return
-        for future in self._under_way:
-            future.cancel()
-        while self._under_way:
-            if not self._under_way[0].cancelled():
-                self._under_way[0].exception()
-            self._under_way.popleft()
+        self._settle()
         self._failure = None
         if memory:
             self.slots = [Slot() for _ in range(SLOTS)]
         self._free = queue.SimpleQueue()  # a call that was interrupted has kept one
         for slot in self.slots:
             self._free.put(slot)
+
+    def _settle(self) -> None:
+        while self._under_way:
+            self._under_way[0].result()  # which may be interrupted
+            self._under_way.popleft()
 
     def _run(self, task: list[Callable[[], Any]]) -> None:
         run = task.pop()  # which would live on beside its end, and its tensors with it

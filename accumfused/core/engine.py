@@ -356,6 +356,7 @@ class Engine:
     def measure(self, divisors: Divisors) -> Measured | None:
         """Computes the coefficient for the gradients that a step takes now; None if there is no gradient."""
         self.window.refuse_broken()
+        self.wait()  # and hears of a fold that has failed
         settings, groups, policies = self.settings, self.plans.owner.param_groups, None
         if settings.clip is not None or settings.skip_above is not None or not all(map(NAMES.isdisjoint, groups)):
             policies = self.clipping.policies_of_step(self.plans.owner, divisors)

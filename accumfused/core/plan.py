@@ -110,7 +110,7 @@ class Plan:
             self.pending.wait()
 
     def drop(self, *, memory: bool = False) -> None:
-        """Drops the folds that are not made yet; and their memory, if asked."""
+        """Ends the window of folds that may be under way: see `Pending`."""
         if self.pending is not None:
             self.pending.drop(memory=memory)
 

@@ -242,7 +242,7 @@ class Pending(Protocol):
         """
 
     def drop(self, *, memory: bool) -> None:
-        """Leaves out the folds that have not begun, because their window ends; and lets go of its memory, if asked."""
+        """Ends the window whose folds these are: forgets a failure; and lets go of its memory, if asked."""
 
 
 @dataclass
