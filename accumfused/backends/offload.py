@@ -47,17 +47,13 @@ class Offload:
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
         self._check(plan)
         threads = max(1, torch.get_num_threads() - 1)  # the loop goes on meanwhile
-        has_own_sums = False  # that are multiplied where they lie
         commit.begin()
         for run in _runs(plan, fold.sums):
             grads, sums, words = run.of(fold.grads), run.of(fold.sums), fold.words
-            is_own = [grad is accumulator for grad, accumulator in zip(grads, sums, strict=True)]
-            has_own_sums |= True in is_own
-            slot, arrived, grads = self._brought(grads, is_own)
+            is_sum = [grad is accumulator for grad, accumulator in zip(grads, sums, strict=True)]
+            slot, arrived, grads = self._brought(grads, is_sum)
             part = fold.part(grads, sums, words=None if words is None else words[run.chunks])
             self.worker.submit(slot, self._accumulate, run, part, partials[run.chunks], threads, arrived)
-        if has_own_sums:  # then they become p.grad
-            self.worker.wait()
         commit.end()
 
     def _accumulate(self, run: _Run, fold: Fold, partials: Tensor, threads: int, arrived: Wait) -> None:

@@ -589,6 +589,39 @@ def test_a_checkpoint_goes_on_either_way(first: bool, form: str) -> None:
     assert_all_same_bits(*ends)
 
 
+def test_a_plan_lasts_as_long_as_its_tensors() -> None:
+    it = Training(offload=True)
+    it.window(2, 3)
+    plan = inside.plan_of(it.optimizer)
+    it.window(2, 3)
+    assert inside.plan_of(it.optimizer) is plan
+    it.model[0].weight.data = it.model[0].weight.data.clone()
+    assert inside.plan_of(it.optimizer) is not plan
+
+
+def mixed(it: Training) -> None:
+    """A run whose first gradient is copied, and measured, since another run's is rounded."""
+    for _ in range(2):
+        for number, param in enumerate(it.model.parameters()):
+            param.grad_dtype = None
+            param.grad = torch.full_like(param, 0.3 + number, dtype=torch.float32)
+        it.model[0].weight.grad = it.model[0].weight.grad.half()
+        it.optimizer.accumulate()
+        it.optimizer.step()
+        it.note("norm", [it.optimizer.grad_norm])
+
+
+def test_runs_are_measured_as_the_whole_is() -> None:
+    def both(offload: bool) -> dict[str, Tensor]:
+        it = Training(offload=offload, dtype=BF16, sum_dtype=BF16, rounding_seed=5, max_grad_norm=0.1)
+        it.model[0].half()
+        it.optimizer = af.AdamW(it.model.parameters(), lr=0.05, sum_dtype=BF16, rounding_seed=5, offload=offload)
+        mixed(it)
+        return it.result()
+
+    assert_all_same_bits(both(True), both(False))
+
+
 def test_the_report_tells_what_lies_where() -> None:
     it = Training(offload=True, dtype=BF16, sum_dtype=BF16)
     it.window(2, 3)
@@ -617,7 +650,7 @@ class Card:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.copies = 0
         self._current: list[Stream] = []
-        self._main, self._recorded = Stream(self), set[int]()
+        self._main, self._recorded, self._slots = Stream(self), set[int](), set[int]()
         self._copy = Tensor.copy_
         patch.setattr(transfer, "has_streams", lambda device: True)
         patch.setattr(torch.cuda, "Stream", lambda device: Stream(self))
@@ -625,7 +658,16 @@ class Card:
         patch.setattr(torch.cuda, "current_stream", lambda device: self._main)
         patch.setattr(torch.cuda, "stream", self._on)
         patch.setattr(Tensor, "record_stream", lambda tensor, stream: self._recorded.add(tensor.data_ptr()))
+        patch.setattr(transfer.Slot, "places_for", self._noting(transfer.Slot.places_for))
         patch.setattr(Tensor, "copy_", lambda target, source, **options: self._later(target, source, **options))
+
+    def _noting(self, places_for: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+        def noted(slot: transfer.Slot, tensors: Any) -> list[Tensor]:
+            places = places_for(slot, tensors)
+            self._slots |= {place.untyped_storage().data_ptr() for place in places}
+            return places
+
+        return noted
 
     @contextlib.contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
@@ -637,11 +679,12 @@ class Card:
         if not self._current:
             return self._copy(target, source, **options)
         self.copies += 1
-        self._current[-1].waiting.append((target, source))
+        self._current[-1].waiting.append((target, source, self._current[-1].has_waited))
         return target
 
-    def make(self, target: Tensor, source: Tensor, *, goes_down: bool) -> None:
-        if goes_down and source.data_ptr() not in self._recorded:
+    def make(self, target: Tensor, source: Tensor, *, has_waited: bool) -> None:
+        is_slot = source.untyped_storage().data_ptr() in self._slots
+        if not is_slot and not (has_waited and source.data_ptr() in self._recorded):
             target.fill_(torch.nan)
         else:
             self._copy(target, source)
@@ -649,8 +692,8 @@ class Card:
 
 class Stream:
     def __init__(self, card: Card) -> None:
-        self.waiting: list[tuple[Tensor, Tensor]] = []
-        self.has_waited = False  # for the work of the loop, which writes what goes down
+        self.waiting: list[tuple[Tensor, Tensor, bool]] = []
+        self.has_waited = False  # since its last event, for the loop, which writes what goes down
         self._card = card
 
     def wait_stream(self, other: Stream) -> None:
@@ -659,13 +702,13 @@ class Stream:
 
     def synchronize(self) -> None:
         waiting, self.waiting = self.waiting, []
-        for target, source in waiting:
-            self._card.make(target, source, goes_down=self.has_waited)
+        for target, source, has_waited in waiting:
+            self._card.make(target, source, has_waited=has_waited)
 
 
 class Event:
     def record(self, stream: Stream) -> None:
-        self.synchronize = stream.synchronize
+        stream.has_waited, self.synchronize = False, stream.synchronize
 
 
 @pytest.mark.parametrize("program", [weights_of_every_kind, released, closed, plain_steps, skips, late_and_frozen])
@@ -674,6 +717,7 @@ def test_copies_on_streams_wait_and_keep_their_memory(
 ) -> None:
     settings: dict[str, Any] = FORMATS["split16"] | {"max_grad_norm": 0.5}
     expected = run(program, offload=False, **settings)
+    monkeypatch.setattr(offload, "RUN_BYTES", 32)  # more runs than slots
     card = Card(monkeypatch)
     assert_all_same_bits(run(program, offload=True, **settings), expected)
     assert card.copies > 0
