@@ -41,6 +41,7 @@ class SettingArguments(TypedDict, total=False):
     noise_scale: bool | float
     metrics: bool | int
     sum_dtype: torch.dtype | None
+    offload: bool
 
 
 NAMES = frozenset(SettingArguments.__annotations__)
@@ -91,6 +92,8 @@ class Settings:
         sum_dtype: the dtype of a window's sums. torch.bfloat16: two bytes for each element of fp32 and bf16 parameters,
             rounded stochastically at each addition, so that they are unbiased but not exact. None or torch.float32:
             exact ones in fp32. Sums of fp16 and fp64 parameters, and those of `fuse_linears`, stay fp32 and fp64.
+        offload: True keeps sums, masters and states in the host's memory, and steps there, with the same bits: the card
+            holds weights and activations. See docs/guide/offload.md.
     """
 
     max_grad_norm: float | None = None
@@ -109,6 +112,7 @@ class Settings:
     noise_scale: bool | float = False
     metrics: bool | int = False
     sum_dtype: torch.dtype | None = None
+    offload: bool = False
 
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None:

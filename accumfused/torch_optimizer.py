@@ -33,7 +33,7 @@ def _select(settings: Settings, plan: Plan, last: Plan | None) -> tuple[Backend,
     if last is not None and (last.devices, last.dtype) == (plan.devices, plan.dtype):
         backend = last.backend if set(plan.rules) <= {*last.rules} else None
     return (
-        backend or backends.select(settings.backend, plan.devices, plan.rules, plan.dtype),
+        backend or backends.select(settings.backend, plan.devices, plan.rules, plan.dtype, offload=settings.offload),
         exchange.select(settings, plan, None if last is None else last.exchange),
     )
 
@@ -226,6 +226,7 @@ class TorchOptimizer(torch.optim.Optimizer):
                 progress, or processes of a `process_group` have a part of the window each.
         """
         self._engine.window.refuse_broken()
+        self._engine.wait()
         if window and self._engine.window.is_open:
             checkpoint.refuse_part(self._engine)
         with _own_hooks(self, checkpoint.with_window, history.with_histories):
@@ -269,6 +270,7 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         engine = self._engine
+        engine.wait()
         settings = replace(engine.settings, process_group=None, norm_group=None, reduce_dtype=None)
         carried = {**super().__getstate__(), "settings": settings, "is_grouped": engine.group is not None}
         carried["histories"] = {name: value.clone() for name, value in history.of(engine).items()}

@@ -64,8 +64,9 @@ struct Rows {
   const Row* rows;
   const Operands* operands;
   int64_t count;
-  int64_t chunks;  // over all rows
-  bool plain;      // so is every row
+  int64_t chunks;         // over all rows
+  bool plain;             // so is every row
+  int64_t first_row = 0;  // its place among the optimizer's rows, if these are some of them: noise depends on it
 };
 
 // A number that a call brings along, or one that the device holds: a graph's replay reads that one anew.

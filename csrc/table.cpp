@@ -454,6 +454,7 @@ void bind_table(py::module_& m) {
       .def("set_sums", &Table::set_sums, py::arg("sums"))
       .def("take_sums", &Table::take_sums)
       .def("keep_grads", &Table::keep_grads)
+      .def_readwrite("first_row", &Table::first_row)
       .def("overwritten", &Table::overwritten)
       .def("adoptable", &Table::adoptable, py::arg("grads"), py::arg("uses"), py::arg("own_uses"))
       .def_static("present", &Table::present, py::arg("param_groups"))

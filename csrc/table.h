@@ -58,9 +58,11 @@ class Table {
   // The first index whose gradient lies at its sum's address, or -1.
   int64_t overwritten() const;
 
-  Rows rows() const { return {rows_.data(), operands_.data(), int64_t(rows_.size()), chunks_, plain_}; }
+  Rows rows() const { return {rows_.data(), operands_.data(), int64_t(rows_.size()), chunks_, plain_, first_row}; }
   int64_t chunks() const { return chunks_; }
   int64_t numel() const { return numel_; }
+
+  int64_t first_row = 0;  // see Rows
 
  private:
   struct Layout {

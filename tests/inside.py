@@ -100,6 +100,7 @@ def rule_of(of: Any, group: dict[str, Any]) -> type[Rule]:
 
 def accumulators(optimizer: af.FusedOptimizer) -> list[Any]:
     """The tensors of its window's sums, None where a parameter has none."""
+    optimizer._engine.wait()
     return optimizer._engine.window.sums
 
 
@@ -114,6 +115,7 @@ def open_window(optimizer: Any) -> dict[str, Any]:
     if engine is None or not engine.window.is_open:
         return {}
     window = engine.window
+    engine.wait()
     sums = {f"accumulator {row}": value for row, value in enumerate(window.sums) if value is not None}
     known = window.weights
     numbers = {"unit": known.unit, "total": known.total, "factors": known.factors, "micro-batches": known.count}
@@ -172,6 +174,7 @@ def efficient_zeros() -> Tensor:
 
 def words(optimizer: af.FusedOptimizer) -> Tensor | None:
     """Of each row, from which the rounding noise of its next sum in bf16 comes; None: no sum was rounded."""
+    optimizer._engine.wait()
     return optimizer._engine.window.noise.of_rows()
 
 
@@ -194,6 +197,7 @@ def wrapper(kind: Any, inner: torch.Tensor) -> Any:
 
 def partials(optimizer: af.FusedOptimizer) -> Any:
     """The sums of squares of gradients from p.grad, in the last step."""
+    optimizer._engine.wait()
     return optimizer._engine.window.partials
 
 
@@ -208,3 +212,13 @@ def compiled_autograd() -> Any:
     from torch._dynamo import compiled_autograd  # takes two seconds
 
     return compiled_autograd._enable(torch.compile(backend="eager"))
+
+
+def private(owner: Any, name: str) -> Any:
+    """What a test replaces for a while."""
+    return getattr(owner, name)
+
+
+def is_idle(worker: Any) -> bool:
+    """Whether a worker of offload=True has made all its tasks."""
+    return all(future.done() for future in worker._under_way)

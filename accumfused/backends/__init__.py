@@ -13,9 +13,11 @@ import torch
 from accumfused import compiled
 from accumfused.backends.cpu import CpuBackend
 from accumfused.backends.cuda import CudaBackend
+from accumfused.backends.offload import Offload
 from accumfused.backends.several import SeveralDevices
 from accumfused.backends.torch_kernels import TorchBackend
 from accumfused.core.protocol import Backend
+from accumfused.core.rows import HOST
 from accumfused.rules import Rule, compile
 from accumfused.settings import BackendName
 from accumfused.warn import say_once
@@ -65,12 +67,20 @@ def select(
     devices: Iterable[torch.device],
     rules: Iterable[type[Rule]] = (),
     dtype: torch.dtype = torch.float32,
+    *,
+    offload: bool = False,
 ) -> Backend:
     """Selects the backend of that name, or for "auto" the fastest that runs these rules; one for each device.
 
+    Args:
+        offload: sums and states lie on the host, which runs the verbs, by "cpu" alone.
+
     Raises:
-        RuntimeError: a backend asked for by name cannot run.
+        RuntimeError: a backend asked for by name cannot run, or that of offload.
     """
+    if offload:
+        check("cpu", HOST, rules, dtype)
+        return Offload()
     chosen = {device: _select(name, device, rules, dtype) for device in devices if device.type != "meta"}
     if len(chosen) > 1:
         return SeveralDevices(chosen)

@@ -16,13 +16,18 @@ from accumfused.rules import compile
 
 
 class CpuBackend:
-    """Runs on `instruction_set`, one of `_C.instruction_sets()`; None chooses the best that this machine runs."""
+    """Runs on `instruction_set`, one of `_C.instruction_sets()`; None chooses the best that this machine runs.
+
+    Attributes:
+        threads: how many each verb takes; None: torch's number.
+    """
 
     name = "cpu"
     measures_folds = True
     is_captured = False
 
     def __init__(self, instruction_set: str | None = None) -> None:
+        self.threads: int | None = None
         self._c = compiled.module
         available = self._c.instruction_sets()
         self.instruction_set = instruction_set or available[0]
@@ -36,7 +41,7 @@ class CpuBackend:
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
         table = plan.table_reader.pointed_at(fold.grads, fold.sums, overwrites=fold.overwrites)
         commit.with_launch(partial(
-            self._c.accumulate, self.instruction_set, table, torch.get_num_threads(),
+            self._c.accumulate, self.instruction_set, table, self.threads or torch.get_num_threads(),
             *operands(fold, partials),
         ))  # fmt: skip
 
@@ -44,7 +49,7 @@ class CpuBackend:
         outcome = Outcome(torch.empty(3, dtype=torch.float32, device=plan.device), normed=partials is not None)
         if partials is not None and grads is not None:
             table = plan.table_reader.pointed_at(grads)
-            self._c.norm(self.instruction_set, table, torch.get_num_threads(), partials.data_ptr())
+            self._c.norm(self.instruction_set, table, self.threads or torch.get_num_threads(), partials.data_ptr())
         self._c.finish_norm(
             plan.table_reader.table, address(partials), scaling.normalization, address(scaling.device_normalization),
             address(scaling.found_inf), outcome.normed, scaling.max_grad_norm, scaling.skips_nonfinite,
@@ -60,7 +65,7 @@ class CpuBackend:
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
         table = plan.table_reader.pointed_at(grads)
         commit.with_launch(partial(
-            self._c.step, self.instruction_set, table, torch.get_num_threads(),
+            self._c.step, self.instruction_set, table, self.threads or torch.get_num_threads(),
             hypers, plan.functors, outcome.values.data_ptr(), address(outcome.coefficients),
         ))  # fmt: skip
 

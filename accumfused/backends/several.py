@@ -42,9 +42,8 @@ class SeveralDevices:
             rows = _rows(part)
             if not any(here and s is not None for here, s in zip(rows, fold.sums, strict=True)):
                 continue
-            fold_here = replace(
-                fold, grads=_only(rows, fold.grads), sums=_only(rows, fold.sums),
-                factor=_number_at(fold.factor, part.device),
+            fold_here = fold.part(
+                _only(rows, fold.grads), _only(rows, fold.sums), factor=_number_at(fold.factor, part.device),
                 before=_number_at(fold.before, part.device), words=_number_at(fold.words, part.device),
             )  # fmt: skip
             sums = moved(partials, part.device)

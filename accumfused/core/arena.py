@@ -72,7 +72,7 @@ class Arena:
         missing: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
         for index, (row, grad, place) in enumerate(zip(plan.rows, grads, self.places, strict=True)):
             if (grad is not None or travels(row)) and (place is None or not _fits(place, row)):
-                missing.setdefault((row.tensor.device, row.sum_dtype, row.is_bundled), []).append(index)
+                missing.setdefault((row.sum_device, row.sum_dtype, row.is_bundled), []).append(index)
         for (device, dtype, is_bundle), indices in missing.items():
             sizes = [padded(plan.rows[index].tensor.numel()) for index in indices]
             make = torch.zeros if is_bundle else torch.empty  # the gaps travel too
@@ -100,7 +100,7 @@ class Arena:
             for row, place in both
             if row.is_bundled
         )
-        if not alike or len(self._bundles) > len({(row.tensor.device, row.sum_dtype) for row in plan.rows}):
+        if not alike or len(self._bundles) > len({(row.sum_device, row.sum_dtype) for row in plan.rows}):
             self._bundles = []
             self.places = Grads([None if row.is_bundled else place for row, place in both])
             self.places_for(plan, Grads([None] * len(both)))
@@ -123,7 +123,7 @@ class Arena:
 def _fits(place: Tensor, row: Row) -> bool:
     """Tells whether a row's sum can lie in this place, in its tensor's order."""
     tensor, layout = row.tensor, (place.device, place.dtype, place.shape, place.stride())
-    return layout == (tensor.device, row.sum_dtype, tensor.shape, tensor.stride())
+    return layout == (row.sum_device, row.sum_dtype, tensor.shape, tensor.stride())
 
 
 def padded(numel: int) -> int:

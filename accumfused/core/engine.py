@@ -219,14 +219,15 @@ class Engine:
     def _close(self, plan: Plan) -> None:
         """Makes p.grad of the sums, divided."""
         self._add_up(plan)
+        self._divide(replace(self.window, phase=Phase.SEALED), self.window.divisor())
         window, expose = self.window.exposed()
-        self._divide(window, self.window.divisor(), expose)
+        self._commit(window, expose).end()
         for observer in self.observers:
             observer.closed(plan, self.window)
 
-    def _divide(self, window: Window, divisor: Number, *calls: Call[Any]) -> None:
+    def _divide(self, window: Window, divisor: Number) -> None:
         """Makes means of a draft's sums, and takes the draft."""
-        commit = self._commit(window, *calls)
+        commit = self._commit(window)
         if isinstance(divisor, Tensor) or divisor != 1.0:
             window.divided = divisor
             window.scale(1.0 / divisor, commit)
@@ -296,9 +297,16 @@ class Engine:
         window = self.window
         if window.holds_micro_batches:  # a GradScaler may skip a closed window; plain loops may drop freely
             window.habits.dropped()
+        if self.plans.last is not None:
+            self.plans.last.drop()
         if window.phase is not Phase.IDLE:
             self.window = window.ended()
             self.window.restore_grad_dtypes()
+
+    def wait(self) -> None:
+        """Waits until the sums hold all folds so far: those who read them outside the engine call it."""
+        if self.plans.last is not None:
+            self.plans.last.wait()
 
     def refuse_live(self, present: int) -> None:
         """Refuses a step of an open window if there are gradients that it does not hold."""
@@ -348,6 +356,7 @@ class Engine:
     def measure(self, divisors: Divisors) -> Measured | None:
         """Computes the coefficient for the gradients that a step takes now; None if there is no gradient."""
         self.window.refuse_broken()
+        self.wait()  # and hears of a fold that has failed
         settings, groups, policies = self.settings, self.plans.owner.param_groups, None
         if settings.clip is not None or settings.skip_above is not None or not all(map(NAMES.isdisjoint, groups)):
             policies = self.clipping.policies_of_step(self.plans.owner, divisors)

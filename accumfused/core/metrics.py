@@ -20,7 +20,7 @@ from torch import Tensor
 from accumfused.core.norm import Measured, divisor_of, norms
 from accumfused.core.observer import Observer
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import Commit, Hypers, Outcome, Scaling, Step
+from accumfused.core.protocol import Commit, Hypers, Outcome, Scaling, Step, moved
 from accumfused.core.rows import Grads, Row
 from accumfused.core.window import Window
 from accumfused.formats.convert import load_weights
@@ -226,8 +226,9 @@ def _runs(plan: Plan, grads: Grads) -> Iterator[range]:
 @ieee()
 def _weights(row: Row) -> Tensor:
     """Loads a parameter as the step sees it: fp32, from its master if it has one."""
-    storage = row.storage
-    return load_weights(row.form, row.tensor.detach(), None if storage is None else storage.master)
+    storage, tensor = row.storage, row.tensor.detach()
+    master = None if storage is None else storage.master
+    return load_weights(row.form, tensor, None if master is None else moved(master, tensor.device))
 
 
 def _bounds(plan: Plan) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumfused.core.protocol import Backend, Exchange
+from accumfused.core.protocol import Backend, Exchange, Pending
 from accumfused.core.reader import TableReader, TensorReader
 from accumfused.core.rows import Grads, Row
 from accumfused.core.skips import Skips
@@ -42,6 +42,7 @@ class Plan:
     skips: Skips = field(init=False)  # of the optimizer's steps; the next plan has it, too
     reader: TensorReader = field(init=False)
     table_reader: TableReader = field(init=False)  # the reader, where a backend has called `add_table`
+    pending: Pending | None = None  # a backend's that makes folds later
     stream_uses: StreamUses = field(default_factory=StreamUses)
     functors: list[int] = field(default_factory=list)  # of each group's rule, as native kernels know it
     parts: list[Plan] = field(default_factory=list)  # with several devices: the plan of each
@@ -102,6 +103,16 @@ class Plan:
         for least, group in zip(self.least_eps, param_groups, strict=True):
             if least:
                 kinds.check_eps(group["eps"], least)
+
+    def wait(self) -> None:
+        """Waits until the sums hold all folds so far, and the host can read and write them: see `Pending`."""
+        if self.pending is not None:
+            self.pending.wait()
+
+    def drop(self, *, memory: bool = False) -> None:
+        """Ends the window of folds that may be under way: see `Pending`."""
+        if self.pending is not None:
+            self.pending.drop(memory=memory)
 
     def unchanged(self, *, with_states: bool) -> bool:
         """Tells whether the memory of groups (and of states) is still this plan's; one of several devices asks."""

@@ -18,6 +18,7 @@ from accumfused.core import graphs
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Backend, Exchange, Owner, run
 from accumfused.core.rows import (
+    HOST,
     Grads,
     InGroup,
     Row,
@@ -119,6 +120,7 @@ class Plans:
         last = self.last
         if last is not None:
             empty = Plan([], last.rules, 0, last.device, None, last.devices, last.dtype, is_valid=False)
+            last.drop(memory=True)
             empty.backend, empty.exchange = last.backend, last.exchange
             self.last = empty
 
@@ -132,11 +134,11 @@ class Plans:
             entries, shard = state.get(row.param) or {}, row.shard
             local, wanted = entries if shard is None else shard.parts(entries), names(row.rule, row.form)
             made, weights = local, None
-            if not is_stored(row.rule, row.form, row.tensor, local):
+            if not is_stored(row.rule, row.form, row.tensor, local, row.sum_device):
                 if row.copy is not None:
                     row.copy.copy_(row.owned)
-                group = self.owner.param_groups[row.group]
-                made, weights = state_of(row.rule, row.form, row.tensor, local, self.seed, group)
+                group, tensor = self.owner.param_groups[row.group], row.tensor.to(row.sum_device)
+                made, weights = state_of(row.rule, row.form, tensor, local, self.seed, group)
             elif shard is None or shard.has_placed(entries, wanted):
                 continue
             if shard is not None:
@@ -176,7 +178,7 @@ def build(
         for value in row.entries.values():
             if isinstance(value, Tensor) and has_memory(value):
                 check_size(value, "state")
-    device = next((param.device for param in params if has_memory(param)), torch.device("cpu"))
+    device = next((param.device for param in params if has_memory(param) and not settings.offload), HOST)
     is_double = any(row.form.dtype == torch.float64 and row.param.requires_grad for row in rows)
     dtype = torch.float64 if is_double else torch.float32
     return Plan(rows, rules, chunks, device, optimizer, devices, dtype)

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -103,6 +103,12 @@ class Fold:
             s is not None and s.dtype is torch.bfloat16 and g is not None and g.dtype is not s.dtype
             for g, s in zip(self.grads, self.sums, strict=True)
         )
+
+    def part(self, grads: Grads, sums: Grads, **others: Any) -> Fold:
+        """Returns a fold of some rows, which is measured, or not, as the whole is."""
+        part = replace(self, grads=grads, sums=sums, **others)
+        part.copies = self.copies
+        return part
 
     def tensors(self) -> list[Tensor]:
         """Lists the numbers that the device holds."""
@@ -219,6 +225,24 @@ class Backend(Protocol):
 
     def step(self, plan: Plan, grads: Grads, hypers: Hypers, outcome: Outcome, commit: Commit = ALONE) -> None:
         """Updates parameters, states and step counts; writes nothing if the outcome is a skip."""
+
+
+class Pending(Protocol):
+    """Folds that a backend makes while the loop goes on, in their order: see backends/offload.py."""
+
+    @property
+    def nbytes(self) -> int:
+        """The memory through which their gradients travel."""
+
+    def wait(self) -> None:
+        """Waits for all folds so far.
+
+        Raises:
+            RuntimeError: one of them has failed, so the window is lost; `drop` ends that.
+        """
+
+    def drop(self, *, memory: bool) -> None:
+        """Ends the window whose folds these are: forgets a failure; and lets go of its memory, if asked."""
 
 
 @dataclass

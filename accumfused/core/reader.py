@@ -299,7 +299,7 @@ def adoptable(grad: Tensor, row: Row) -> bool:
 
     A slice may belong to a bucket, a detached tensor shares its storage, and a gradient with a graph is still needed.
     """
-    if grad.dtype is not row.sum_dtype or grad.requires_grad:
+    if grad.dtype is not row.sum_dtype or row.is_offloaded or grad.requires_grad:
         return False
     storage = grad.untyped_storage()
     if storage_uses(storage._cdata) != OWN_USES or not storage.resizable():

@@ -23,6 +23,8 @@ from accumfused.formats.shards import Shard
 from accumfused.rules import Rule
 from accumfused.settings import Settings
 
+HOST = torch.device("cpu")
+
 
 class Grads(list[Tensor | None]):
     """A gradient for each row, or None. A table that points at them knows the list weakly."""
@@ -77,12 +79,18 @@ class Row:
     has_state: bool  # the state is complete, and in the row's format
     is_initialized: bool  # else it is a lazy module's, and empty
     sum_dtype: torch.dtype  # of a new sum; an open window's may have the other one
+    is_offloaded: bool = False  # sum and state lie on the host, wherever the parameter does
     is_bundled: bool = False  # its accumulator is small, and travels together with others
 
     @property
     def sum_number(self) -> int:
         """`sum_dtype` as csrc/rows.h's number."""
         return DTYPES.index(self.sum_dtype) if self.sum_dtype in DTYPES else 0
+
+    @property
+    def sum_device(self) -> torch.device:
+        """Where its sum and its state lie."""
+        return HOST if self.is_offloaded else self.tensor.device
 
     @property
     def param(self) -> Tensor:
@@ -127,12 +135,21 @@ def row_of(
     form, entries = format_of(rule, param, settings), source.entries
     has_state = shard is None or not entries or shard.has_placed(entries, names(rule, form))
     if has_state:
-        has_state = is_stored(rule, form, tensor, entries if shard is None else shard.parts(entries))
+        home = home_of(tensor, settings)
+        has_state = is_stored(rule, form, tensor, entries if shard is None else shard.parts(entries), home)
     origin = 0 if shard is None else shard.origin
     sum_dtype = form.dtype
     if settings.sum_dtype is torch.bfloat16 and not is_fused and param.dtype in (torch.float32, torch.bfloat16):
         sum_dtype = torch.bfloat16
-    return Row(source, group, rule, form, chunk, shard, origin, copy, has_state, not is_lazy(param), sum_dtype)
+    is_initialized, is_offloaded = not is_lazy(param), settings.offload
+    return Row(
+        source, group, rule, form, chunk, shard, origin, copy, has_state, is_initialized, sum_dtype, is_offloaded
+    )  # fmt: skip
+
+
+def home_of(tensor: Tensor, settings: Settings) -> torch.device:
+    """Tells where a parameter's sum and state lie."""
+    return HOST if settings.offload else tensor.device
 
 
 def has_memory(tensor: Tensor) -> bool:

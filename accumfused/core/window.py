@@ -22,7 +22,7 @@ from accumfused.core import graphs
 from accumfused.core.arena import Arena, keep_freed
 from accumfused.core.habits import Habits
 from accumfused.core.plan import Plan
-from accumfused.core.protocol import ALONE, Agreement, Commit, Fold, Number
+from accumfused.core.protocol import ALONE, Agreement, Commit, Fold, Number, moved
 from accumfused.core.reader import adoptable, setting_grads
 from accumfused.core.rounding import SumNoise
 from accumfused.core.rows import Grads, Row, check_size
@@ -332,6 +332,7 @@ class Window:
         """
         plan = self.plan
         assert plan is not None
+        plan.wait()  # `bundle` moves sums
         is_empty = self.in_progress is not None and self.in_progress.factor is None
         present = [s is not None or (g is not None and not is_empty) for s, g in zip(self.sums, grads, strict=True)]
         weights = self.weights
@@ -350,6 +351,7 @@ class Window:
 
     def memory(self, plan: Plan) -> list[Tensor]:
         """Lists the memory that processes add up, which is that of the sums; empty if none of them has a sum."""
+        plan.wait()
         if self.agreed is not None and self.agreed.stand_ins is not None:
             return self.agreed.stand_ins
         return self.arena.memory_of(plan, self.sums) if self.present else []
@@ -361,6 +363,7 @@ class Window:
     def exposed(self) -> tuple[Window, partial[Any]]:
         """Closes the window; returns it, and the call that makes its sums p.grad, even if autograd's dtype differs."""
         assert self.plan is not None
+        self.plan.wait()
         window = replace(self, phase=Phase.CLOSED, sums=Grads(self.sums))
         params, grads = list[Tensor](), list[Tensor]()
         for index, (row, accumulator) in enumerate(zip(self.plan.rows, self.sums, strict=True)):
@@ -369,6 +372,7 @@ class Window:
             param = row.param
             if param.grad_dtype not in (accumulator.dtype, None):
                 self.grad_dtypes[param], param.grad_dtype = param.grad_dtype, None
+            accumulator = moved(accumulator, row.tensor.device)  # from the host, where autograd takes no gradient
             grad = accumulator if row.shard is None else row.shard.whole(accumulator)
             window.sums[index] = shards.local(grad)  # `is_exposed` looks for this object
             params.append(param)
@@ -410,6 +414,8 @@ class Window:
         """Returns the window with a newer plan: added parameters become new rows, others must be unchanged."""
         if plan is self.plan:
             return self
+        if self.plan is not None:
+            self.plan.wait()
         params, count = plan.params, len(self.params)
         if len(params) < count or any(a is not b for a, b in zip(self.params, params, strict=False)):
             raise RuntimeError(
@@ -421,7 +427,7 @@ class Window:
         sums, is_measured = Grads([*self.sums, *[None] * added]), [*self.is_measured, *[False] * added]
         for index, (row, accumulator) in enumerate(zip(plan.rows, self.sums, strict=False)):
             if accumulator is not None and accumulator.stride() != row.tensor.stride():
-                laid_out = torch.empty_like(row.tensor, dtype=accumulator.dtype, requires_grad=False)
+                laid_out = torch.empty_like(row.tensor, dtype=accumulator.dtype, device=row.sum_device)
                 sums[index] = laid_out.copy_(accumulator)
                 is_measured[index] = False  # the norm's order is that of memory
         self.arena.add_rows(plan)
@@ -491,9 +497,9 @@ def _refuse_moved(row: Row, accumulator: Tensor | None) -> None:
     """Refuses a parameter that no longer fits its sum."""
     if accumulator is None:
         return
-    param, place = row.owned, (accumulator.device, accumulator.shape)
+    param, home, place = row.owned, row.sum_device, (accumulator.device, accumulator.shape)
     dtypes = (row.form.dtype, torch.bfloat16 if row.form.dtype is torch.float32 else row.form.dtype)
-    if place != (param.device, param.shape) or accumulator.dtype not in dtypes:
+    if place != (home, param.shape) or accumulator.dtype not in dtypes:
         raise RuntimeError(
             f"a parameter became {param.dtype} of shape {list(param.shape)} on {param.device} while a window "
             f"is open; its accumulator has shape {list(accumulator.shape)} and is on {accumulator.device}. "

@@ -200,7 +200,7 @@ class Layout:
         bundles: dict[tuple[torch.device, torch.dtype], int] = {}
         rows: list[tuple[torch.dtype, int] | None] = []
         for row in plan.rows:
-            numel, key = row.tensor.numel(), (row.tensor.device, row.sum_dtype)
+            numel, key = row.tensor.numel(), (row.sum_device, row.sum_dtype)
             if travels(row):
                 bundles[key] = bundles.get(key, 0) + padded(numel)
             rows.append((row.sum_dtype, numel) if row.param.requires_grad and not row.is_bundled else None)

@@ -34,6 +34,15 @@ def check_group(group: Any, name: str) -> None:
         )
 
 
+def sends_from_host(group: Any) -> bool:
+    """Tells whether a process group sends tensors of the host."""
+    try:
+        group._get_backend(torch.device("cpu"))  # noqa: SLF001
+    except RuntimeError:
+        return False
+    return True
+
+
 def refuse_released(param: Tensor, group: Any) -> None:
     """Refuses to release gradients that something else reduces later: it would reduce zeros.
 
@@ -45,7 +54,7 @@ def refuse_released(param: Tensor, group: Any) -> None:
     """
     if is_dtensor(param):
         what = "a parameter belongs to several processes (DTensor: fully_shard, or tensor parallelism), which"
-    elif _is_sharded(param):
+    elif is_sharded(param):
         what = "a parameter belongs to FullyShardedDataParallel, which"
     elif group is None and has_processes():
         what = "there is more than one process and no process_group, so something else"
@@ -74,13 +83,13 @@ def refuse_synchronizing(ddp: DistributedDataParallel) -> None:
 
 def refuse_sharded(params: Iterable[Tensor]) -> None:
     """Refuses FullyShardedDataParallel's shards, of which each process would take a norm, and a skip, of its own."""
-    if any(map(_is_sharded, params)):
+    if any(map(is_sharded, params)):
         raise RuntimeError(
             "the parameters belong to a FullyShardedDataParallel, which is not supported: its shards do not tell of "
             "which processes' gradients a norm is to be taken; use fully_shard, and no process_group"
         )
 
 
-def _is_sharded(param: Tensor) -> bool:
+def is_sharded(param: Tensor) -> bool:
     """Whether FullyShardedDataParallel shards the parameter: it marks its own."""
     return bool(getattr(param, "_fsdp_flattened", False))

@@ -271,10 +271,12 @@ def counts_steps(rule: type[Rule], form: Format) -> bool:
     return rule.counts_steps or form.needs_noise
 
 
-def is_stored(rule: type[Rule], form: Format, param: Tensor, entries: Mapping[str, Any] | None) -> bool:
-    """Whether a (dense) parameter's state is complete, and in this format."""
+def is_stored(
+    rule: type[Rule], form: Format, param: Tensor, entries: Mapping[str, Any] | None, home: torch.device
+) -> bool:
+    """Whether a (dense) parameter's state is complete, in this format, and on the device `home`."""
     entries, wanted = entries or {}, names(rule, form)
-    if not all(_fits(name, entries.get(name), rule, form, param) for name in wanted):
+    if not all(_fits(name, entries.get(name), rule, form, param, home) for name in wanted):
         return False
     # Entries of another format must not outlive a step.
     others = (SEED, REMAINDER, MASTER, *map(codes_name, rule.states))
@@ -292,11 +294,11 @@ def storage_of(rule: type[Rule], form: Format, entries: Mapping[str, Any]) -> St
     )
 
 
-def _fits(name: str, value: Any, rule: type[Rule], form: Format, param: Tensor) -> bool:
+def _fits(name: str, value: Any, rule: type[Rule], form: Format, param: Tensor, home: torch.device) -> bool:
     in_codes = form.states is States.INT8
     if in_codes and name in rule.restarts:
         return isinstance(value, int) and value == IN_CODES
-    if not isinstance(value, Tensor) or value.device != param.device:
+    if not isinstance(value, Tensor) or value.device != home:
         return False
     if name in ("step", SEED):
         return value.dim() == 0 and value.dtype == (torch.int64 if name == SEED else torch.float32)

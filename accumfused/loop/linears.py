@@ -79,6 +79,11 @@ class FusedLinears:
             raise TypeError(f"fuse_linears takes a torch.nn.Module first, got {type(model).__name__}")
         check_fused(optimizer, "fuse_linears")
         refuse_drops(optimizer, "fuse_linears()")
+        if optimizer._engine.settings.offload:
+            raise ValueError(
+                "fuse_linears() adds products to sums where the weights lie, and offload=True has these on the host; "
+                "leave one of them out, or call release_gradients(), which goes with offload=True"
+            )
         optimizer._engine.refuse_open("fuse_linears()")
         check_model(model)  # a warning may be an error
         self.fused: list[str] = []

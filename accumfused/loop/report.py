@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accumfused.core.rows import home_of
 from accumfused.formats.codecs import block_count
 from accumfused.formats.kinds import (
     MASTER,
@@ -40,6 +41,7 @@ class Memory:
     parts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     not_made: int = 0  # the bytes of masters, states and scales that the first step will make
     kept: int = 0  # the bytes of accumulators that wait for a window
+    on_host: int = 0  # the bytes of `parts` that offload=True keeps on the host
 
     @property
     def total(self) -> int:
@@ -54,6 +56,7 @@ class Memory:
         self.elements += other.elements
         self.not_made += other.not_made
         self.kept += other.kept
+        self.on_host += other.on_host
         for part, size in other.parts.items():
             self.parts[part] += size
 
@@ -66,6 +69,7 @@ class Memory:
             "bytes_per_element": self.per_element,
             "not_made_yet": self.not_made,
             "kept_for_the_next_window": self.kept,
+            "on_host": self.on_host,
         }
 
 
@@ -74,6 +78,7 @@ class MemoryReport:
     """The result of `memory_report`; `str()` makes a table of it."""
 
     formats: dict[str, Memory]  # by weights and states: "bf16 + split16, fp32 states"
+    slots: int = 0  # the bytes of the host's memory through which offload=True sends tensors
 
     @property
     def total(self) -> Memory:
@@ -86,7 +91,7 @@ class MemoryReport:
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as plain data, in bytes."""
         formats = {name: memory.as_dict() for name, memory in self.formats.items()}
-        return {"total": self.total.as_dict(), "formats": formats}
+        return {"total": self.total.as_dict(), "formats": formats, "slots": self.slots}
 
     def __str__(self) -> str:
         header = ["", "tensors", "elements", *PARTS, "total", "bytes/element"]
@@ -99,6 +104,12 @@ class MemoryReport:
         if total.kept:
             notes.append(
                 f"{_size(total.kept)} of accumulators are kept for the next window; release_memory() frees them."
+            )
+        if total.on_host:
+            card = total.total - total.on_host
+            notes.append(
+                f"{_size(total.on_host)} lie on the host, and {_size(card)} with the model; the host has "
+                f"{_size(self.slots)} more of slots, in which tensors travel."
             )
         return "\n".join([*lines, *(["", *notes] if notes else [])])
 
@@ -126,9 +137,14 @@ def memory_report(optimizer: FusedOptimizer) -> MemoryReport:
         for param in group["params"]:
             form = format_of(rule, param, optimizer._engine.settings)
             shard, entries = shard_of(param), optimizer.state.get(param, {})
-            memory = _memory_of(rule, form, param, shard, entries, *accumulators.get(id(param), (None, None)))
+            home = home_of(local(param), optimizer._engine.settings)
+            memory = _memory_of(rule, form, param, shard, entries, home, *accumulators.get(id(param), (None, None)))
+            if optimizer._engine.settings.offload:
+                memory.on_host = memory.total - memory.parts["parameters"] - memory.parts["gradients"]
             formats.setdefault(described(rule, form, param), Memory()).add(memory)
-    return MemoryReport(formats)
+    plan = optimizer._engine.plans.last
+    pending = None if plan is None else plan.pending
+    return MemoryReport(formats, 0 if pending is None else pending.nbytes)
 
 
 # By the masters of the default: settings that take less memory; with these of bf16, no more than torch.
@@ -148,6 +164,8 @@ def growth_of(optimizer: FusedOptimizer) -> str | None:
     None if they take no more, or if the user has set `master_weights`.
     """
     settings = optimizer._engine.settings
+    if settings.offload:
+        return None  # not where the model lies
     params = [
         (optimizer._rule_of(group), initialized(param))
         for group in optimizer.param_groups
@@ -190,12 +208,14 @@ def _memory_of(
     param: Tensor,
     shard: Shard | None,
     entries: Mapping[str, Any],
+    home: torch.device,
     accumulator: Tensor | None,
     place: Tensor | None,
 ) -> Memory:
     """Counts one parameter's memory.
 
     Args:
+        home: where its state lies.
         accumulator: the window's; None: it has none.
         place: where the next window's will lie, and perhaps this one's; None: there is none.
     """
@@ -213,7 +233,7 @@ def _memory_of(
     if shard is not None:
         entries = shard.parts(entries)
     dense = torch.empty_like(tensor) if layout(tensor) == "strided" else tensor  # as plan.build has it
-    if rule.is_foreign or is_stored(rule, form, dense, entries) or not param.requires_grad:
+    if rule.is_foreign or is_stored(rule, form, dense, entries, home) or not param.requires_grad:
         for name, value in entries.items():
             parts[_part(rule, name)] += value.nbytes if isinstance(value, Tensor) else 0
     else:

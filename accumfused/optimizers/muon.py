@@ -45,6 +45,7 @@ class MuonRule(Rule):
     states = ("momentum_buffer",)
     torch_states = states
     restarts = states
+    is_elementwise = False
     hypers = ("momentum", "nesterov")
     counts_steps = False
 

@@ -83,6 +83,7 @@ class Rule(metaclass=_RuleType):
     # States that begin at a hyper-parameter in torch's checkpoints, not at 0. Step 1 does not read them.
     starts: ClassVar[Mapping[str, str]] = {}
     needs_16_bits: ClassVar[str] = ""  # why 8 bits are too few for its states; "": they are enough
+    is_elementwise: ClassVar[bool] = True  # else the step is more than update(): it multiplies matrices, say
     # All loops are compiled for it, for GPUs by nvcc, too. Otherwise Triton steps on a GPU, and a CPU converts 16-bit
     # gradients to fp32 first, a tile at a time.
     is_common: ClassVar[bool] = False

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from accumfused.core.engine import Engine
 from accumfused.core.protocol import Owner
-from accumfused.core.rows import Grads
+from accumfused.core.rows import Grads, home_of
 from accumfused.core.window import Window
 from accumfused.formats import kinds
 from accumfused.formats.codecs import BLOCK
@@ -111,7 +111,8 @@ def without_window(optimizer: Owner, state_dict: Mapping[str, Any]) -> tuple[dic
                 dtype = torch.promote_types(tensor.dtype, torch.float32)
                 if saved.dtype is torch.bfloat16 and tensor.dtype in (torch.float32, torch.bfloat16):
                     dtype = saved.dtype
-                accumulator = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+                home = home_of(tensor, optimizer._engine.settings)
+                accumulator = torch.empty_like(tensor, dtype=dtype, device=home, requires_grad=False)
                 accumulator.copy_(saved if shard is None else shard.part(ACCUMULATOR, saved))
             by_id[id(params[key])], numbers = accumulator, entries[WEIGHTS].tolist()
     if not numbers:
@@ -150,7 +151,7 @@ def without_formats(
                 "(another optimizer has cast it); the master weight is derived from the parameter again"
             )
         entries_of[param] = {
-            name: (value.to(param.device) if isinstance(value, Tensor) else value)
+            name: (value.to(home_of(param, optimizer._engine.settings)) if isinstance(value, Tensor) else value)
             for name, value in entries.items()
             if name in usable
         }
@@ -191,9 +192,9 @@ def _complete(optimizer: Owner, group: Mapping[str, Any], param: Tensor, entries
     form, tensor = format_of(rule, param, engine.settings), owned(param, shard)
     if layout(tensor) == "strided":  # states are dense
         tensor = torch.empty_like(tensor, requires_grad=False).copy_(tensor)
-    made, weights = local, None
-    if not is_stored(rule, form, tensor, local):
-        made, weights = state_of(rule, form, tensor, local, engine.plans.seed, group)
+    made, weights, home = local, None, home_of(tensor, engine.settings)
+    if not is_stored(rule, form, tensor, local, home):
+        made, weights = state_of(rule, form, tensor.to(home), local, engine.plans.seed, group)
     if weights is not None:
         tensor.detach().copy_(weights)
     wholes = dict(made) if shard is None else shard.wholes(made, entries, names(rule, form))

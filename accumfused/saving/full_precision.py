@@ -100,8 +100,9 @@ def rewrite(
     plan = engine.plans.with_states(plan, [param if id(param) in ids else None for param in plan.params])
     for row in [row for row in plan.rows if id(row.param) in ids]:
         entries = state[row.param] if row.shard is None else row.shard.parts(state[row.param])
+        there = {name: value.to(row.owned.device) for name, value in entries.items() if isinstance(value, Tensor)}
         with ieee():
-            weights = change(full_precision(row.owned, entries), entries)
+            weights = change(full_precision(row.owned, entries), there)
         written = partial(torch._C._increment_version, [row.param])  # noqa: SLF001
         run([storing(row.form, row.owned, entries, weights), written, partial(note, id(row.param))])
     if window.is_open:

@@ -224,7 +224,8 @@ void step(const Work& work, const Step& step) {
   if (step.outcome[2] != 0.0f) return;  // skipped: nothing is written
   for_each_chunk<Prepared>(
       work, [&](Prepared& prepared, const Row& row, const Operands& in, int64_t, int64_t offset, int64_t n) {
-        if (in.grad) (*step.rules[row.group])(row, &row - work.rows, in, step, prepared, offset, n);
+        const int64_t index = work.first_row + (&row - work.rows);
+        if (in.grad) (*step.rules[row.group])(row, index, in, step, prepared, offset, n);
       });
   for (int64_t i = 0; i < work.count; ++i) {
     if (work.operands[i].grad && work.rows[i].step) *work.rows[i].step += 1.0f;

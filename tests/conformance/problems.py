@@ -158,6 +158,7 @@ class Problem:
     options: tuple[tuple[str, Any], ...] = ()  # in place of the case's
     is_measured: bool = False  # metrics and the noise scale are taken
     sums: torch.dtype | None = None
+    offload: bool = False
 
     def __str__(self) -> str:
         return f"{self.case}-{self.weights}-{self.states}"
@@ -261,7 +262,7 @@ class Run:
             groups, self.watched, max_grad_norm=problem.tail.max_grad_norm, rounding_seed=17,
             state_dtype=STATES[kept(problem.states, case, *groups)], state_dtype_min_numel=fewest, **options,
             clip=problem.tail.clip, skip_above=problem.tail.skip_above, metrics=problem.is_measured,
-            noise_scale=problem.is_measured, sum_dtype=problem.sums,
+            noise_scale=problem.is_measured, sum_dtype=problem.sums, offload=problem.offload,
             **({} if problem.tail.nonfinite is None else {"nonfinite": problem.tail.nonfinite}),
         )  # fmt: skip
         self.lr = own["lr"]
@@ -405,7 +406,7 @@ def play(problem: Problem, backend: Any, device: str = "cpu", *, plain: bool = F
 
 @functools.lru_cache(500)
 def expected(problem: Problem) -> tuple[Found, list[str]]:
-    return play(replace(problem, flushes=False), ReferenceBackend(), plain=True)
+    return play(replace(problem, flushes=False, offload=False), ReferenceBackend(), plain=True)
 
 
 def assert_conforms(problem: Problem, backend: Any, device: str = "cpu", threads: int = 1) -> None:

@@ -40,6 +40,8 @@ def configurations(draw: st.DrawFn, mate_of: dict[str, Any] | None = None) -> di
         pick(*[None] * 5, "skip", "raise", "propagate", "drop", "drop") if mate_of is None else first["nonfinite"]
     )
     settings = {"backend": pick("cpu", "cpu", "reference", "torch"), "nonfinite": first["nonfinite"]}
+    if settings["backend"] == "cpu" and not foreign and settings["nonfinite"] != "drop":
+        settings["offload"] = pick(False, False, False, True)
     settings |= {} if first["together"] else {"max_grad_norm": pick(None, None, None, 0.5, 3.0, 50.0)}
     options = pick(*OPTIONS[rule])
     settings |= {} if foreign else pick(*(STATES[:-1] if "amsgrad" in options else STATES))  # which 8 bits do not serve

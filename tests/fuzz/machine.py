@@ -316,7 +316,7 @@ class Machine(RuleBasedStateMachine):
         refusal = [RuntimeError] * (backend is None and own.phase == "open") + [ValueError] * (not fits)
         target, earlier = own.optimizer, way not in ("shared", "now") and not refusal
         if backend is not None:
-            own.settings |= {"backend": backend}
+            own.settings |= {"backend": backend} | ({"offload": False} if backend != "cpu" else {})
             target = own.build([{"params": list(g["params"]), "lr": 9.0} for g in own.optimizer.param_groups])
             target.max_grad_norm = own.optimizer.max_grad_norm
         if earlier and way == "before":
