@@ -25,12 +25,14 @@ sys.path.append(str(ROOT / "examples"))
 import what_fits  # noqa: E402
 
 PAGE = ROOT / "docs" / "guide" / "what-fits.md"
+PAGE_OF_OFFLOAD = ROOT / "docs" / "guide" / "offload.md"
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def test_the_tables_of_the_page_are_those_of_the_script() -> None:
     page = PAGE.read_text()
     assert [table for table in what_fits.tables() if table not in page] == []
+    assert what_fits.times() in PAGE_OF_OFFLOAD.read_text()
 
 
 def test_the_settings_to_paste_are_those_of_the_tables() -> None:
@@ -46,8 +48,10 @@ def test_fp32_weights_take_what_bf16_weights_with_whole_masters_take(name: str) 
     assert found[0] == pytest.approx(found[1], rel=1e-4)  # one seed and one step count for each tensor
 
 
-def peak_of(optimizer_of: Any, dtype: torch.dtype, width: int, layers: int, bucket: int, updates: int) -> int:
-    """The allocator's peak in bytes, of windows of two micro-batches with one sample."""
+def peak_of(
+    optimizer_of: Any, dtype: torch.dtype, width: int, layers: int, bucket: int, updates: int
+) -> tuple[int, int]:
+    """The allocator's peak in bytes, of windows of two micro-batches with one sample, and those of slots at the end."""
     gc.collect()  # what other tests have left would be freed within the profile
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         linears = (nn.Linear(width, width, bias=False, dtype=dtype, device="meta") for _ in range(layers))
@@ -63,7 +67,8 @@ def peak_of(optimizer_of: Any, dtype: torch.dtype, width: int, layers: int, buck
             optimizer.step()
             if release is None:
                 optimizer.zero_grad()
-    return max(itertools.accumulate(inside.allocations(profiler)))
+        slots = af.memory_report(optimizer).slots if isinstance(optimizer, af.FusedOptimizer) else 0
+    return max(itertools.accumulate(inside.allocations(profiler))), slots
 
 
 def hold_to_peak(
@@ -71,19 +76,21 @@ def hold_to_peak(
 ) -> int:
     """Besides what stays there are at most a bucket and the gradient that fills it, and activations.
 
-    Activations: each layer's input, and a few rows within a layer or the loss, in fp32.
+    Activations: each layer's input, and a few rows within a layer or the loss, in fp32. With offload the CPU is the
+    card, too: slots come on top, which have their last size at the last step's peak.
     """
     largest = width * width * dtype.itemsize
     bucket, activations = largest * 3 // 2, (layers + 4) * width * 4
-    peak = peak_of(optimizer_of, dtype, width, layers, bucket, updates)
-    assert 0 <= peak - stays * layers * width * width <= bucket + largest + activations
+    peak, slots = peak_of(optimizer_of, dtype, width, layers, bucket, updates)
+    assert 0 <= peak - stays * layers * width * width - slots <= bucket + largest + activations
     return peak
 
 
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("name", what_fits.RUNGS)
-def test_a_window_takes_what_the_report_says(name: str, dtype: torch.dtype) -> None:
-    settings = what_fits.RUNGS[name]
+def test_a_window_takes_what_the_report_says(name: str, dtype: torch.dtype, offload: bool) -> None:
+    settings = what_fits.RUNGS[name] | (what_fits.OFFLOAD if offload else {})
     if dtype == FP32 and settings.get("master_weights", "auto") != "auto":
         return  # fp32 weights have no masters
     stays = what_fits.windows(settings, dtype).stays
@@ -101,3 +108,15 @@ def test_a_window_above_a_gigabyte_takes_what_the_report_says() -> None:
     stays = what_fits.windows(settings).stays
     adamw = functools.partial(af.AdamW, max_grad_norm=1.0, **settings)
     assert hold_to_peak(stays, adamw, BF16, 4096, 10, updates=1) > 10**9
+
+
+def test_with_offload_only_the_weights_stay_on_the_card() -> None:
+    for settings in what_fits.RUNGS.values():
+        cost, here = what_fits.windows(settings | what_fits.OFFLOAD), what_fits.windows(settings)
+        assert (cost.on_card, cost.stays) == (BF16.itemsize, here.stays)
+
+
+def test_large_parameters_take_three_slots_of_their_size() -> None:
+    settings, width = what_fits.RUNGS["E2"] | what_fits.OFFLOAD, 4096
+    _, slots = peak_of(functools.partial(af.AdamW, **settings), BF16, width, layers=3, bucket=1, updates=1)
+    assert slots == what_fits.slots(2 * width * width)
