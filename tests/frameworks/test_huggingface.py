@@ -107,6 +107,14 @@ def test_linear_layers_of_a_second_optimizer_go_to_its_sums(tmp_path: Path, monk
     assert_same_training(ours, stock, steps=2)
 
 
+def test_an_offloaded_optimizer_trains_to_the_same_bits(tmp_path: Path) -> None:
+    found = []
+    for offload in (True, False):
+        trainer = make(tmp_path, max_steps=2, optimizer_of=lambda params, on=offload: af.AdamW(params, offload=on))
+        found.append([param.clone() for param in trained(fuse_trainer(trainer)).model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 def test_a_gradient_that_is_not_finite_is_skipped_and_logged(tmp_path: Path) -> None:
     def poison(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
         calls.append(1)
