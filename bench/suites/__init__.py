@@ -19,7 +19,7 @@ from bench.shapes import Shapes
 from bench.workload import CPU, Workload
 
 _SHARED = ("update", "window", "small", "lean", "train", "kernels", "backward")
-CPU_SUITES, GPU_SUITES = (*_SHARED, "processes", "allocated"), (*_SHARED, "graph")
+CPU_SUITES, GPU_SUITES = (*_SHARED, "processes", "allocated", "offload"), (*_SHARED, "graph")
 
 
 def all_suites(on_gpu: bool = False) -> dict[str, ModuleType]:
@@ -58,6 +58,10 @@ class Bench:
         gc.collect()  # optimizers are cycles, and hold up to half of a GPU's memory
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def workload(self, of: Shapes) -> Workload:
         self.release()
