@@ -280,16 +280,13 @@ class Side:
         return time.perf_counter() - start
 
     def peak(self) -> int:
-        """The card's bytes at the peak of a released window, in which no gradient lives for long."""
-        if self.bench.device.type != "cuda":
-            return 0
-        del self.grads
+        """The card's bytes at the peak of a window whose gradients are released."""
+        self.grads.clear()
         self.bench.release()
         torch.cuda.reset_peak_memory_stats(self.bench.device)
         with af.release_gradients(self.optimizer):
             for _ in range(K):
-                loss: Tensor = sum(param.sum() for param in self.params)  # type: ignore[assignment]
-                self.optimizer.backward(loss, weight=1.0)
+                self.optimizer.backward(torch.stack([param.sum() for param in self.params]).sum(), weight=1.0)
         self.optimizer.step()
         return torch.cuda.max_memory_allocated(self.bench.device)
 
@@ -305,54 +302,53 @@ class Side:
         copies.up = partial(counted, "up", copies.up)  # type: ignore[method-assign]
 
 
-SIDES = {
+ON_CARD, OFFLOAD = "on the card", "offload"
+ROUNDS = 3
+SIDES: dict[str, dict[str, Any]] = {
     "split16, fp32 states": {},
     "8-bit states, two-byte sums": {"state_dtype": "8bit", "master_weights": None, "sum_dtype": BF16},
 }
 
 
-def costs(bench: Bench, name: str) -> None:
-    """Prints bytes and times, with offload and without."""
+def times(bench: Bench, name: str) -> None:
+    """Prints the times with offload and without, in turn, and the bytes over the bus."""
     of = shapes.model(shapes.LLAMA_02B, bench.quick)
-    count = shapes.count(of)
-    sides = {how: Side(bench, of, SIDES[name], offload=how == "offload") for how in ("on the card", "offload")}
+    sides = {how: Side(bench, of, SIDES[name], offload=how == OFFLOAD) for how in (ON_CARD, OFFLOAD)}
     figures: dict[str, list[list[float]]] = {how: [] for how in sides}
-    for number in range(1 + 3):
+    for _ in range(1 + ROUNDS):
         for how, side in sides.items():
-            first = side.micro_batch()
-            returned, whole = side.micro_batch()
-            if number:  # the first window makes states, streams and slots
-                figures[how].append([first[1], returned, whole, side.step()])
-            else:
-                side.step()
-    offloaded = sides["offload"]
+            _, first = side.micro_batch()
+            returned, further = side.micro_batch()
+            figures[how].append([first, further, returned, side.step()])
+    for how, rows in figures.items():  # the first window makes states, streams and slots
+        medians = [1e3 * statistics.median(column) for column in zip(*rows[1:], strict=True)]
+        first, further, returned, step = (f"{ms:.4g} ms" for ms in medians)
+        print(
+            f"times, {name}, {how}: first micro-batch {first}, further {further} (accumulate() returns after "
+            f"{returned}), step {step}"
+        )
+    offloaded, count = sides[OFFLOAD], shapes.count(of)
     offloaded.counting()
     offloaded.micro_batch()
-    per_micro_batch = offloaded.bus["down"]
+    folded = offloaded.bus["down"]
     offloaded.step()
-    print(
-        f"bus, {name}: {per_micro_batch / count:.4g} B a parameter and micro-batch; "
-        f"a step {(offloaded.bus['down'] - per_micro_batch) / count:.4g} down, {offloaded.bus['up'] / count:.4g} up"
-    )
-    for how, rows in figures.items():
-        first_ms, returned_ms, whole_ms, step_ms = (
-            1e3 * statistics.median(column) for column in zip(*rows, strict=True)
-        )
-        print(
-            f"times, {name}, {how}: first micro-batch {first_ms:.4g} ms, further {whole_ms:.4g} ms (accumulate() "
-            f"returns after {returned_ms:.4g}), step {step_ms:.4g} ms"
-        )
-    del offloaded
-    for how in list(sides):
-        sides.pop(how)
-    for how in figures:
-        bench.release()
-        side = Side(bench, of, SIDES[name], offload=how == "offload")
-        side.micro_batch()
+    down, up = (size / count for size in (offloaded.bus["down"] - folded, offloaded.bus["up"]))
+    print(f"bus, {name}: {folded / count:.4g} B a parameter and micro-batch; a step {down:.4g} down, {up:.4g} up")
+
+
+def peaks(bench: Bench, name: str) -> None:
+    """Prints the card's peaks with offload and without."""
+    if bench.device.type != "cuda":
+        print("peak on the card: not measured, for the CPU is the card")
+        return
+    of = shapes.model(shapes.LLAMA_02B, bench.quick)
+    for how in (ON_CARD, OFFLOAD):
+        side = Side(bench, of, SIDES[name], offload=how == OFFLOAD)
         side.micro_batch()
         side.step()
-        print(f"peak on the card, {name}, {how}: {side.peak() / count:.4g} B a parameter, gradients released")
-        del side
+        print(
+            f"peak on the card, {name}, {how}, gradients released: {side.peak() / shapes.count(of):.4g} B a parameter"
+        )
 
 
 if __name__ == "__main__":
@@ -360,5 +356,5 @@ if __name__ == "__main__":
     parts = {f"bits, {name}": partial(bits, bench, name) for name in CASES}
     parts["streams, freed"] = partial(streams, bench, are_kept=False)
     parts["streams, kept"] = partial(streams, bench, are_kept=True)
-    parts |= {f"costs, {name}": partial(costs, bench, name) for name in SIDES}
+    parts |= {f"{what.__name__}, {name}": partial(what, bench, name) for name in SIDES for what in (times, peaks)}
     sys.exit(run(parts))

@@ -37,6 +37,7 @@ BILLIONS = 7
 
 _TRIP = ("copy_bf16",)  # from the card, or to it
 _STEP_OF_MASTERS = (*stock.CLIP_FUSED_PASSES, "narrow_bf16")
+_BUDGET = 60.0  # seconds of a table: a round takes some, and two threads of work are easily disturbed
 _EXACT, _SIXTEEN_BITS = 1e-3, 0.6  # as in lean.py
 
 
@@ -222,7 +223,7 @@ def _variants(name: str, loops: Sequence[Loop]) -> list[dict[str, Variant]]:
 def _ours(bench: Bench, model: Model, name: str) -> tuple[dict[str, list[Row]], Measured]:
     """Returns verb -> the rows of a format, with offload and without, and its figures for `computed`."""
     loops = _loops(bench, model, FORMATS[name])
-    timings = bench.interleave([each[verb] for each in _variants(name, loops) for verb in VERBS])
+    timings = bench.interleave([each[verb] for each in _variants(name, loops) for verb in VERBS], budget=_BUDGET)
     rows, seconds = {}, {}
     for verb, mine, without in zip(VERBS, timings[: len(VERBS)], timings[len(VERBS) :], strict=True):
         rows[verb] = _rows([mine, without], model.count, {"without": without.variant.name})
@@ -264,7 +265,7 @@ def _beside_others(bench: Bench, model: Model, title: str) -> Table:
         model.put_back()
     if not bench.quick:
         gaps.append(_torchao(model))
-    rows = _rows(bench.interleave(variants), model.count, {"without": variants[1].name})
+    rows = _rows(bench.interleave(variants, budget=_BUDGET), model.count, {"without": variants[1].name})
     model.put_back()
     return Table(title, rows + gaps)
 
