@@ -30,7 +30,7 @@ from bench.tables import Row, Table, timed
 from bench.workload import random_tensors
 
 FOLLOWS = ("model",)
-FP32, BF16 = torch.float32, torch.bfloat16
+BF16 = torch.bfloat16
 VERBS = {"first": "first micro-batch", "further": "further micro-batch", "step": "clipped AdamW step"}
 BUS = 25e9  # bytes a second and way: what PCIe 4.0 x16 gives. Stated, not measured
 BILLIONS = 7
@@ -341,8 +341,8 @@ def computed(measured: dict[str, Measured]) -> Table:
             "name": f"accumfused, {name}, offload",
             "bus s": trip,
             **{f"{verb} s": max(trip, seconds) for verb, seconds in host.items()},
-            "card B/param": 2.0,
-            "host B/param": each.on_host,
+            "kept on the card B/param": 2.0,
+            "kept on the host B/param": each.on_host,
             "card GB": 2 * count / 1e9,
             "host GB": each.on_host * count / 1e9,
         })  # fmt: skip
