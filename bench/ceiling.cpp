@@ -116,6 +116,21 @@ struct OverwriteBf16 : Reads<0, 2> {
   }
 };
 
+// Sums in two bytes: here in a.
+struct AccumulateInBf16 : Reads<0, 2> {
+  void block(const Streams& s, int64_t i) {
+    const uint16_t* half = halves(s);
+    uint16_t* const sums = reinterpret_cast<uint16_t*>(s.a);
+    for (int64_t k = 0; k < kBlock; ++k) sums[i + k] = narrow(widen(sums[i + k]) * 0.5f + widen(half[i + k]));
+  }
+};
+
+struct CopyBf16 : Reads<0, 2> {
+  void block(const Streams& s, int64_t i) {
+    stream(reinterpret_cast<uint16_t*>(s.a) + i, halves(s) + i, 2 * kBlock);
+  }
+};
+
 struct Narrow : Reads<0, 4> {
   void block(const Streams& s, int64_t i) {
     alignas(64) uint16_t block[kBlock];
@@ -202,6 +217,8 @@ MIX(scale, Scale)
 MIX(accumulate, Accumulate)
 MIX(accumulate_bf16, AccumulateBf16)
 MIX(overwrite_bf16, OverwriteBf16)
+MIX(accumulate_in_bf16, AccumulateInBf16)
+MIX(copy_bf16, CopyBf16)
 MIX(narrow_bf16, Narrow)
 MIX(step, Step<false>)
 MIX(step_rewriting_grad, Step<true>)

@@ -45,6 +45,8 @@ MIXES = {
     "accumulate": Mix(8, 4, "fp32 gradients into fp32 accumulators"),
     "accumulate_bf16": Mix(6, 4, "16-bit gradients into fp32 accumulators"),
     "overwrite_bf16": Mix(2, 4, "first 16-bit gradients: accumulators only overwritten (non-temporal stores)"),
+    "accumulate_in_bf16": Mix(4, 2, "16-bit gradients into 16-bit accumulators"),
+    "copy_bf16": Mix(2, 2, "16-bit tensors copied (non-temporal stores)"),
     "narrow_bf16": Mix(4, 2, "fp32 parameters copied to bf16 ones (non-temporal stores)"),
     "step": Mix(16, 12, "AdamW: gradient, parameter and two states read, three written"),
     "step_rewriting_grad": Mix(16, 16, "the same with the gradient rewritten: torch's fused step with grad_scale"),

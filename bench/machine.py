@@ -6,6 +6,7 @@ import datetime
 import os
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +24,19 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "instruction_set": (found["instruction_sets"] or ["none: no native module"])[0],
         "load": os.getloadavg()[0],  # of the minute before: what else was running
+        "revision": revision(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         **{name: found["versions"][name] for name in ("accumfused", "torch", "python", "system", "compiler")},
     }
+
+
+def revision() -> str | None:
+    """The commit of these sources, with "-dirty" if they have been changed since; None outside a repository."""
+    if shutil.which("git") is None:
+        return None
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=9"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    return done.stdout.strip() or None
 
 
 def gpu(device: torch.device) -> dict[str, Any]:

@@ -65,14 +65,14 @@ class Timing:
         return statistics.median(at_ceiling * parameters / seconds for at_ceiling, seconds in pairs)
 
 
-_BUDGET = 5.0  # seconds of a table, after which
+BUDGET = 5.0  # seconds of a table, after which
 _ENOUGH = 3  # rounds are enough
 _WARM_CALLS = 200
 
 
 def interleave(
     variants: Sequence[Variant], rounds: int, ceilings: Ceilings | None = None, clock: Clock | None = None,
-    *, of_host: bool = False,
+    *, of_host: bool = False, budget: float = BUDGET,
 ) -> list[Timing]:  # fmt: skip
     """Runs every variant once per round, after the clock's warm-up rounds, which are not counted.
 
@@ -80,7 +80,7 @@ def interleave(
     mixes are measured in the same rounds.
 
     Args:
-        rounds: slow tables get fewer, though three at least.
+        rounds: tables that take longer than the budget, in seconds, get fewer, though three at least.
         of_host: times how long the host is busy with each, in place of the work: cold, because others came between.
     """
     timings = [Timing(variant) for variant in variants]
@@ -92,7 +92,7 @@ def interleave(
     begun = time.perf_counter()
     try:
         for number in range(-clock.warm_ups, rounds):
-            if number >= _ENOUGH and time.perf_counter() - begun > _BUDGET:
+            if number >= _ENOUGH and time.perf_counter() - begun > budget:
                 break
             first = number % len(timings)
             for timing in timings[first:] + timings[:first]:
@@ -125,7 +125,7 @@ def back_to_back(variants: Sequence[Variant], clock: Clock) -> list[Timing]:
     begun = time.perf_counter()
     for variant in variants:
         clock.host_seconds(variant.run)
-    calls = int(_BUDGET / (time.perf_counter() - begun))
+    calls = int(BUDGET / (time.perf_counter() - begun))
     timings = [Timing(variant) for variant in variants]
     for timing in timings:
         for _ in range(max(_ENOUGH, min(calls, _WARM_CALLS)) + 1):

@@ -53,6 +53,7 @@ def count(shapes: Shapes) -> int:
 
 
 GPT2, LLAMA_1B, RESNET50 = "GPT-2 124M", "Llama-3.2-1B", "ResNet-50"
+LLAMA_02B = "Llama-style, 0.2B"  # 200,039,424 parameters in 101 tensors
 ONE_TENSOR = "one tensor"  # as large as ResNet-50: what compiles for every shape compiles once
 GPT2_BLOCKS = "GPT-2, 4 blocks"  # 28,353,024 parameters: many copies of them fit in a small machine
 
@@ -60,6 +61,7 @@ _MODELS: dict[str, tuple[Callable[[], Shapes], Callable[[], Shapes]]] = {  # who
     GPT2_BLOCKS: (lambda: gpt2(layers=4, vocabulary=0)[2:], lambda: gpt2(64, 2, 512, 64)),
     GPT2: (gpt2, lambda: gpt2(64, 2, 512, 64)),
     LLAMA_1B: (llama, lambda: llama(64, 128, 2, 16, 512)),
+    LLAMA_02B: (lambda: llama(1024, 4096, 11, 256, 32000), lambda: llama(64, 128, 2, 16, 512)),
     ONE_TENSOR: (lambda: [(25_557_032,)], lambda: [(100_000,)]),
     RESNET50: (resnet50, lambda: resnet50(8, 10)),
 }

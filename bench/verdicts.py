@@ -10,7 +10,7 @@ from bench.tables import TIMES, Row, Table, compared, median
 
 OURS, TORCH, OTHERS = "accumfused", "PyTorch alone", "other packages"
 NOISE = 0.05  # the distance of two runs, where quartiles are not known
-_PACKAGES = re.compile("torchao|bitsandbytes|optimi|FlashAdamW")  # the last two in older results
+_PACKAGES = re.compile("torchao|bitsandbytes|DeepSpeed|optimi|FlashAdamW")  # the last two in older results
 
 
 def owner(row: Row, table: Table) -> str:

@@ -18,7 +18,7 @@
 # in STAGES, where it is to run. What it measures is one Python file, run by "$PYTHON" -m bench.gpu.NAME.
 set -u
 
-STAGES="build:60 smoke:70 loops:60 test:170 versus:70 probe:40 sanitize:100 lease:180"  # share of the time, in seconds
+STAGES="build:60 smoke:70 loops:60 offload:45 test:170 versus:70 probe:40 sanitize:100 lease:180"  # share of the time, in seconds
 # What `lease` compares with the tree as it is: NAME=FLAG,FLAG... for nvcc. Empty where nothing is open.
 export VARIANTS=${VARIANTS-ahead=-DACCUMFUSED_PREFETCH_AHEAD}
 
@@ -45,6 +45,10 @@ stage_smoke() {  # do the kernels give the reference's bits, and does any launch
 
 stage_loops() {  # on one card; compiling starts no processes that would outlive the stage
   CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0} TORCHINDUCTOR_COMPILE_THREADS=1 "$PYTHON" -m bench.gpu.loops
+}
+
+stage_offload() {  # bits, streams, bytes and times of offload=True
+  "$PYTHON" -m bench.gpu.offload
 }
 
 stage_test() {

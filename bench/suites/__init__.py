@@ -14,12 +14,12 @@ import accumfused as af
 from bench import shapes
 from bench.ceilings import Ceilings, CopyLoops
 from bench.clock import Clock, CudaClock, HostClock
-from bench.measure import Timing, Variant, back_to_back, interleave
+from bench.measure import BUDGET, Timing, Variant, back_to_back, interleave
 from bench.shapes import Shapes
 from bench.workload import CPU, Workload
 
 _SHARED = ("update", "window", "small", "lean", "train", "kernels", "backward")
-CPU_SUITES, GPU_SUITES = (*_SHARED, "processes", "allocated"), (*_SHARED, "graph")
+CPU_SUITES, GPU_SUITES = (*_SHARED, "processes", "allocated", "offload"), (*_SHARED, "graph")
 
 
 def all_suites(on_gpu: bool = False) -> dict[str, ModuleType]:
@@ -59,6 +59,10 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def workload(self, of: Shapes) -> Workload:
         self.release()
         return Workload(of, self.device)
@@ -70,8 +74,10 @@ class Bench:
     def label(self, backend: str) -> str:
         return "accumfused" if backend == "auto" else f"accumfused {backend}"
 
-    def interleave(self, variants: Sequence[Variant], rounds: int | None = None) -> list[Timing]:
-        return interleave(variants, rounds or self.rounds, self.ceilings, self.clock)
+    def interleave(
+        self, variants: Sequence[Variant], rounds: int | None = None, budget: float = BUDGET
+    ) -> list[Timing]:
+        return interleave(variants, rounds or self.rounds, self.ceilings, self.clock, budget=budget)
 
     def host_times(self, variants: Sequence[Variant], rounds: int) -> dict[str, list[Timing]]:
         """How long the host is busy with each, cold and warm; no bytes: they are moved later."""

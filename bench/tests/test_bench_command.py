@@ -115,6 +115,6 @@ def test_without_names_the_options_choose_the_suites() -> None:
     def chosen(*arguments: str) -> list[str]:
         return list(command.chosen_suites(command.arguments().parse_args(arguments)))
 
-    assert len(chosen()) == 9
-    assert chosen("--model", "bench.shapes:gpt2") == ["update", "window", "lean", "kernels"]
+    assert len(chosen()) == 10
+    assert chosen("--model", "bench.shapes:gpt2") == ["update", "window", "lean", "kernels", "offload"]
     assert "graph" in chosen("--device", "cuda")

@@ -23,8 +23,9 @@ from bench import exact, machine, shapes
 from bench.ceilings import PIECE, Ceilings, CopyLoops, CpuLoops
 from bench.clock import CudaClock, HostClock
 from bench.gpu import card, probe, versus
+from bench.gpu import offload as gpu_offload
 from bench.measure import Variant, back_to_back, interleave
-from bench.suites import CPU_SUITES, GPU_SUITES, Bench, all_suites, backward, lean, train
+from bench.suites import CPU_SUITES, GPU_SUITES, Bench, all_suites, backward, lean, offload, train
 from bench.tables import compared
 from bench.workload import CPU, Workload
 
@@ -125,6 +126,32 @@ def test_recipes_that_learn_something_else_are_found(bench: Bench, monkeypatch: 
         train.run(bench)
 
 
+def test_sums_that_are_wrong_have_no_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload.Loop, "whole", offload.Loop.open)  # which leaves the last gradients out of the sums
+    with pytest.raises(exact.WrongError, match="sums are"):
+        offload.run(bench)
+
+
+def test_a_package_that_steps_elsewhere_is_a_row_with_the_reason(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload.stock, "clip_and_step", lambda params, optimizer: optimizer.step)  # without the clip
+    monkeypatch.setattr(exact, "MAX_GRAD_NORM", 1e-3)
+    monkeypatch.setattr(offload, "MAX_GRAD_NORM", 1e-3)
+    *_, table, _ = offload.run(bench)
+    (row,) = [row for row in table.rows if "accumfused" not in row["name"]]
+    assert "ms" not in row
+    assert row["cannot"].startswith("wrong, so not timed: two steps are")
+
+
+def test_seven_billion_parameters_wait_for_the_longer_one_of_bus_and_host() -> None:
+    slow, fast = {"first": 1e-9, "further": 2e-9, "step": 3e-9}, dict.fromkeys(offload.VERBS, 1e-12)
+    table = offload.computed({"a": offload.Measured(slow, 14.0), "b": offload.Measured(fast, 4.0)})
+    assert "COMPUTED" in table.title
+    found = [
+        [row[heading] for heading in ("first s", "further s", "step s", "card GB", "host GB")] for row in table.rows
+    ]
+    assert found == [pytest.approx([7, 14, 21, 14, 98]), pytest.approx([0.56, 0.56, 0.56, 14, 28])]
+
+
 def test_fused_linears_take_less_memory_in_both_models(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "SMALLEST", 1)
     mlp, blocks = backward.run(bench)
@@ -207,6 +234,38 @@ def test_the_probe_measures_all_formats_by_their_bytes_and_goes_on_after_an_erro
     ]
     sizes = [round(float(line.rpartition(": ")[2].split()[0])) for line in lines if line not in failed]
     assert sizes == [28, 12, 14, 26, 14, 26, 18, 10, 20, 36, 20, 10, 30, 28]
+
+
+def test_offload_is_compared_with_the_card_bit_for_bit(
+    tiny: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_offload, "SHAPES", [(70, 60), (7,)])
+    gpu_offload.bits(tiny, "skip")
+    assert capsys.readouterr().out == "bits, skip: 13 of 13 tensors equal\n"
+    monkeypatch.setattr(gpu_offload.Copies, "up", lambda *tensors: lambda: None)
+    with pytest.raises(RuntimeError, match="other bits in parameter 0, parameter 1"):
+        gpu_offload.bits(tiny, "AdamW")
+
+
+@pytest.mark.parametrize("are_kept", [False, True])
+def test_weights_that_come_late_are_found(are_kept: bool, tiny: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_offload, "STREAMED", [(500,)] * 3)
+    gpu_offload.streams(tiny, are_kept=are_kept)
+
+    def late(bench: Bench, optimizer: Any, way: str) -> None:
+        if way == "up":
+            gpu_offload.copies_of(optimizer).up = lambda *tensors: lambda: None  # type: ignore[method-assign]
+
+    monkeypatch.setattr(gpu_offload, "stall", late)
+    with pytest.raises(RuntimeError, match="tensors are wrong"):
+        gpu_offload.streams(tiny, are_kept=are_kept)
+
+
+def test_bytes_over_the_bus_are_counted(tiny: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu_offload.times(tiny, "8-bit states, two-byte sums")
+    *times, bus = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0].split(", ")[-1] for line in times] == ["on the card", "offload"]
+    assert bus.endswith(": 2 B a parameter and micro-batch; a step 2 down, 2 up")
 
 
 def test_the_host_is_timed_warm_by_calls_that_follow_their_own_like() -> None:

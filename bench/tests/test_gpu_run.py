@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RUN = str(ROOT / "bench" / "gpu" / "run.sh")
-STAGES = ("build", "smoke", "loops", "test", "versus", "probe", "sanitize", "lease")
+STAGES = ("build", "smoke", "loops", "offload", "test", "versus", "probe", "sanitize", "lease")
 # Of the make that runs these tests, and of what runs that.
 KNOWN = {name: value for name, value in os.environ.items() if "MAKE" not in name and name not in ("ARGS", "OUT")}
 Start = Callable[..., "subprocess.Popen[str]"]
