@@ -220,5 +220,5 @@ def private(owner: Any, name: str) -> Any:
 
 
 def is_idle(worker: Any) -> bool:
-    """Whether a worker of offload=True has made all its tasks."""
-    return all(future.done() for future in worker._under_way)
+    """Whether a worker of offload=True has made all its tasks: it has given their slots back."""
+    return worker._free.qsize() == len(worker.slots)

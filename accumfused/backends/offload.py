@@ -23,10 +23,13 @@ from accumfused.core import graphs
 from accumfused.core.norm import finish_norm
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import ALONE, Commit, Fold, Hypers, Outcome, Scaling, at_hand
+from accumfused.core.reader import has_own_memory
 from accumfused.core.rows import HOST, Grads, Row
 from accumfused.formats.numeric import ieee
 
-RUN_BYTES = 32 * 2**20  # of the tensors that travel together; a larger one travels alone
+# Of the tensors that travel together; a larger one travels alone. With what aligns them it is below 32 MiB, because
+# torch rounds pinned memory up to a power of two.
+RUN_BYTES = 31 * 2**20
 
 
 class Offload:
@@ -47,11 +50,16 @@ class Offload:
     def accumulate(self, plan: Plan, fold: Fold, partials: Tensor, commit: Commit = ALONE) -> None:
         self._check(plan)
         threads = max(1, torch.get_num_threads() - 1)  # the loop goes on meanwhile
+        held = plan.reader.held()
         commit.begin()
         for run in _runs(plan, fold.sums):
             grads, sums, words = run.of(fold.grads), run.of(fold.sums), fold.words
             is_sum = [grad is accumulator for grad, accumulator in zip(grads, sums, strict=True)]
-            slot, arrived, grads = self._brought(grads, is_sum)
+            stay = [
+                is_held or (g is not None and _may_be_written(g))
+                for g, is_held in zip(grads, held[run.span], strict=True)
+            ]
+            slot, arrived, grads = self._brought(grads, is_sum, stays=True in stay)
             part = fold.part(grads, sums, words=None if words is None else words[run.chunks])
             self.worker.submit(slot, self._accumulate, run, part, partials[run.chunks], threads, arrived)
         commit.end()
@@ -121,14 +129,19 @@ class Offload:
                 "capture forward and backward alone, and call accumulate() and step() after the replay"
             )
 
-    def _brought(self, tensors: Grads, are_here: Sequence[bool]) -> tuple[Slot, Wait, Grads]:
-        """Takes a slot, and begins to copy tensors into it, but those that are here; returns all as they are here."""
+    def _brought(self, tensors: Grads, are_here: Sequence[bool], *, stays: bool = False) -> tuple[Slot, Wait, Grads]:
+        """Takes a slot, and begins to copy tensors into it, but those that are here; returns all as they are here.
+
+        Args:
+            stays: the loop may write their memory again, so it waits there for the copies.
+        """
         pairs = list(zip(tensors, are_here, strict=True))
         slot = self.worker.take()
         travelling = [tensor for tensor, is_here in pairs if tensor is not None and not is_here]
         places = slot.places_for(travelling)
-        arrived, arriving = self.copies.down(travelling, places), iter(places)
-        return slot, arrived, Grads([t if t is None or is_here else next(arriving) for t, is_here in pairs])
+        slot.filled = self.copies.down(travelling, places, stays=stays)
+        arriving = iter(places)
+        return slot, slot.filled, Grads([t if t is None or is_here else next(arriving) for t, is_here in pairs])
 
 
 @dataclass(frozen=True)
@@ -153,12 +166,16 @@ class _Run:
     end: int
 
     @property
+    def span(self) -> slice:
+        return slice(self.begin, self.end)
+
+    @property
     def rows(self) -> list[Row]:
-        return self.plan.rows[self.begin : self.end]
+        return self.plan.rows[self.span]
 
     def of(self, values: Sequence[Tensor | None]) -> Grads:
         """Takes the values of its rows."""
-        return Grads(values[self.begin : self.end])
+        return Grads(values[self.span])
 
     @property
     def chunks(self) -> slice:
@@ -199,6 +216,11 @@ def _runs(plan: Plan, tensors: Sequence[Tensor | None]) -> Iterator[_Run]:
             begin, size = (index, tensor.nbytes or 1) if not size else (begin, size + tensor.nbytes)
     if size:
         yield _Run(plan, begin, len(tensors))
+
+
+def _may_be_written(grad: Tensor) -> bool:
+    """Tells whether others may write a gradient's memory after it is released: a bucket's, a graph's replay."""
+    return not has_own_memory(grad) or graphs.has_static_memory(grad.device)
 
 
 def _are_here(tensors: Grads) -> list[bool]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import queue
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -30,20 +29,25 @@ class Slot:
     """Host memory for a run of tensors."""
 
     def __init__(self) -> None:
+        self.filled: Wait = _nothing  # waits until all that was on its way has come
         self.sent: Wait = _nothing  # waits until what went back from here has left
         self._memory: Tensor | None = None
+        self._is_pinned = False
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._memory is None else self._memory.nbytes
+        """Its memory in bytes. torch takes a power of two of pinned memory."""
+        size = 0 if self._memory is None else self._memory.nbytes
+        return 1 << (size - 1).bit_length() if size and self._is_pinned else size
 
     def places_for(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns memory for copies of dense tensors, each in its layout."""
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-        if self._memory is None or self._memory.nbytes < sum(sizes):
+        pins = self._is_pinned or any(tensor.is_cuda for tensor in tensors)
+        if self._memory is None or self._memory.nbytes < sum(sizes) or pins is not self._is_pinned:
             self._memory = None  # before its successor comes
-            pins = any(tensor.is_cuda for tensor in tensors)
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=pins)
+            self._is_pinned = pins
         places, offset = [], 0
         for tensor, size in zip(tensors, sizes, strict=True):
             flat = self._memory[offset : offset + tensor.nbytes].view(tensor.dtype)
@@ -58,12 +62,15 @@ class Copies:
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
-    def down(self, sources: Sequence[Tensor], places: Sequence[Tensor]) -> Wait:
+    def down(self, sources: Sequence[Tensor], places: Sequence[Tensor], *, stays: bool = False) -> Wait:
         """Begins to copy tensors to the host, after all work so far; returns the call that waits for it.
 
         The sources may be freed at once.
+
+        Args:
+            stays: their memory may be written again, by work on the current streams, which wait.
         """
-        return self._copy(sources, places, "down", [source.device for source in sources])
+        return self._copy(sources, places, "down", [source.device for source in sources], stays=stays)
 
     def up(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Wait:
         """Begins to copy tensors back from the host, which must not change them before the returned call has waited."""
@@ -75,7 +82,10 @@ class Copies:
             if way == "up":
                 torch.cuda.current_stream(device).wait_stream(stream)
 
-    def _copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor], way: str, cards: list[torch.device]) -> Wait:
+    def _copy(
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor], way: str, cards: list[torch.device], *,
+        stays: bool = False,
+    ) -> Wait:  # fmt: skip
         events = list[torch.cuda.Event]()
         for card in dict.fromkeys(cards):
             pairs = [pair for pair, here in zip(zip(sources, targets, strict=True), cards, strict=True) if here == card]
@@ -88,13 +98,15 @@ class Copies:
                 stream = self._streams[card, way] = torch.cuda.Stream(card)  # type: ignore[no-untyped-call]
             if way == "down":  # the host has waited for what goes up
                 stream.wait_stream(torch.cuda.current_stream(card))
-            with torch.cuda.stream(stream):
+            with torch.cuda.device(card), torch.cuda.stream(stream):  # else it would leave the thread at card 0
                 for source, target in pairs:
                     target.copy_(source, non_blocking=True)
                     if way == "down":
                         source.record_stream(stream)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a wait takes no core
                 event.record(stream)
+            if stays:
+                torch.cuda.current_stream(card).wait_event(event)
             events.append(event)
         return _waiting(events) if events else _nothing
 
@@ -117,7 +129,7 @@ class Worker:
     def __init__(self) -> None:
         self.slots = [Slot() for _ in range(SLOTS)]
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-        self._under_way: deque[Future[None]] = deque()
+        self._is_idle = True  # no task was submitted since the last wait
         self._failure: BaseException | None = None
         self._executor: ThreadPoolExecutor | None = None  # its thread ends with it, and with the interpreter
         self._process = os.getpid()
@@ -135,17 +147,17 @@ class Worker:
         """
         self.check()
         slot = self._free.get()
+        slot.filled()  # also after a failure, when nobody has waited
         slot.sent()
-        slot.sent = _nothing
+        slot.filled = slot.sent = _nothing
         return slot
 
     def submit(self, slot: Slot, task: Callable[..., Any], *args: Any) -> None:
         """Has the task run after all before it; then the slot is free."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "accumfused-offload")
-        future = self._executor.submit(self._run, [partial(task, *args)])
-        future.add_done_callback(partial(_free, self._free, slot))
-        self._under_way.append(future)
+        self._is_idle = False
+        self._executor.submit(self._run, [slot, self._free, partial(task, *args)])
 
     def wait(self) -> None:
         """Waits for all tasks.
@@ -153,7 +165,7 @@ class Worker:
         Raises:
             RuntimeError: one has failed; or the process was forked, and its parent has the thread.
         """
-        if self._under_way or self._failure is not None:
+        if not self._is_idle or self._failure is not None:
             self.check()
             self._settle()
             self.check()
@@ -174,19 +186,22 @@ class Worker:
             self._free.put(slot)
 
     def _settle(self) -> None:
-        while self._under_way:
-            self._under_way[0].result()  # which may be interrupted
-            self._under_way.popleft()
+        """Waits for a task that follows all others: Ctrl-C may have come before `submit` could note its own."""
+        if self._executor is not None and not self._is_idle:
+            self._executor.submit(_nothing).result()
+            self._is_idle = True
 
-    def _run(self, task: list[Callable[[], Any]]) -> None:
-        run = task.pop()  # which would live on beside its end, and its tensors with it
-        if self._failure is not None:
-            return
+    def _run(self, operands: list[Any]) -> None:
+        slot, free, task = operands
+        operands.clear()  # the executor would keep them beyond their end, and their tensors with them
         try:
-            with torch.no_grad():
-                run()
+            if self._failure is None:
+                with torch.no_grad():
+                    task()
         except BaseException as error:
             self._failure = error.with_traceback(None)  # whose frames would keep memory that has run out
+        finally:
+            free.put(slot)
 
     def check(self) -> None:
         """Refuses to go on after a task has failed, or in a forked process."""
@@ -200,7 +215,3 @@ class Worker:
                 f"gradients or weights could not be worked on at the host ({self._failure}), so some tensors have this "
                 "micro-batch or step and some have not; call optimizer.zero_grad(), which drops the window, and go on"
             ) from self._failure
-
-
-def _free(slots: queue.SimpleQueue[Slot], slot: Slot, _: Future[None]) -> None:
-    slots.put(slot)

@@ -301,6 +301,11 @@ def adoptable(grad: Tensor, row: Row) -> bool:
     """
     if grad.dtype is not row.sum_dtype or row.is_offloaded or grad.requires_grad:
         return False
+    return has_own_memory(grad)
+
+
+def has_own_memory(grad: Tensor) -> bool:
+    """Tells whether a gradient has a whole storage of torch's, which no other tensor shares."""
     storage = grad.untyped_storage()
     if storage_uses(storage._cdata) != OWN_USES or not storage.resizable():
         return False

@@ -15,6 +15,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -648,13 +649,14 @@ class Card:
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.copies = 0
+        self.copies, self.lock = 0, threading.Lock()
         self._current: list[Stream] = []
         self._main, self._recorded, self._slots = Stream(self), set[int](), set[int]()
         self._copy = Tensor.copy_
         patch.setattr(transfer, "has_streams", lambda device: True)
         patch.setattr(torch.cuda, "Stream", lambda device: Stream(self))
         patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         patch.setattr(torch.cuda, "current_stream", lambda device: self._main)
         patch.setattr(torch.cuda, "stream", self._on)
         patch.setattr(Tensor, "record_stream", lambda tensor, stream: self._recorded.add(tensor.data_ptr()))
@@ -701,12 +703,19 @@ class Stream:
         other.synchronize()
 
     def synchronize(self) -> None:
-        waiting, self.waiting = self.waiting, []
-        for target, source, has_waited in waiting:
-            self._card.make(target, source, has_waited=has_waited)
+        with self._card.lock:  # the loop and the worker wait for one stream
+            waiting, self.waiting = self.waiting, []
+            for target, source, has_waited in waiting:
+                self._card.make(target, source, has_waited=has_waited)
+
+    def wait_event(self, event: Event) -> None:
+        event.synchronize()
 
 
 class Event:
+    def __init__(self, *, blocking: bool) -> None:
+        assert blocking, "a wait would take a core from the folds"
+
     def record(self, stream: Stream) -> None:
         stream.has_waited, self.synchronize = False, stream.synchronize
 
@@ -721,3 +730,39 @@ def test_copies_on_streams_wait_and_keep_their_memory(
     card = Card(monkeypatch)
     assert_all_same_bits(run(program, offload=True, **settings), expected)
     assert card.copies > 0
+
+
+@pytest.mark.parametrize("kind", ["kept", "a bucket's"])
+def test_the_loop_may_write_gradients_again_that_it_keeps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory stays in use, the loop's stream waits for its copy: a graph's replay writes there."""
+    Card(monkeypatch)
+    Held(monkeypatch, after=False)
+    param = nn.Parameter(torch.zeros(100))
+    optimizer = af.SGD([param], lr=1.0, offload=True)
+    bucket = torch.ones(200)
+    kept = bucket[:100] if kind == "a bucket's" else torch.ones(100)
+    for _ in range(2):
+        kept.fill_(1.0)
+        param.grad = kept if kind == "kept" else bucket[:100]
+        optimizer.accumulate()
+        kept.fill_(5.0)
+    optimizer.step()
+    assert param.eq(-2.0).all()
+
+
+def test_a_slot_that_grows_gives_its_memory_back_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, memory = list[int](), []
+    empty = torch.empty
+
+    def watched(*args: Any, **options: Any) -> Tensor:
+        sizes.append(sum(each() is not None for each in memory))
+        made = empty(*args, **options)
+        memory.append(weakref.ref(made))
+        return made
+
+    slot = transfer.Slot()
+    monkeypatch.setattr(torch, "empty", watched)
+    for size in (10, 1000):
+        slot.places_for([torch.zeros(size)])
+    assert sizes == [0, 0]
+    assert slot.nbytes == 4032
