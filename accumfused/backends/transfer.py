@@ -128,12 +128,11 @@ class Worker:
 
     def __init__(self) -> None:
         self.slots = [Slot() for _ in range(SLOTS)]
-        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         self._is_idle = True  # no task was submitted since the last wait
         self._failure: BaseException | None = None
         self._executor: ThreadPoolExecutor | None = None  # its thread ends with it, and with the interpreter
         self._process = os.getpid()
-        self.drop(memory=False)
+        self._fill()
 
     @property
     def nbytes(self) -> int:
@@ -181,7 +180,10 @@ class Worker:
         self._failure = None
         if memory:
             self.slots = [Slot() for _ in range(SLOTS)]
-        self._free = queue.SimpleQueue()  # a call that was interrupted has kept one
+        self._fill()  # a call that was interrupted has kept one
+
+    def _fill(self) -> None:
+        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for slot in self.slots:
             self._free.put(slot)
 
