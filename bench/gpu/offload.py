@@ -294,9 +294,9 @@ class Side:
         """Has copies count their bytes."""
         copies = copies_of(self.optimizer)
 
-        def counted(way: str, copy: Callable[..., Any], sources: Sequence[Tensor], places: Sequence[Tensor]) -> Any:
+        def counted(way: str, copy: Callable[..., Any], sources: Sequence[Tensor], *places: Any, **options: Any) -> Any:
             self.bus[way] += sum(source.nbytes for source in sources)
-            return copy(sources, places)
+            return copy(sources, *places, **options)
 
         copies.down = partial(counted, "down", copies.down)  # type: ignore[method-assign]
         copies.up = partial(counted, "up", copies.up)  # type: ignore[method-assign]
