@@ -85,10 +85,10 @@ def trained(
 
 def inside(*batches: int, outside: float = 1, **options: Any) -> Report:
     """A loop whose model returns its loss. Args: batches: their sizes. outside: what the loop divides by."""
-    between = options.pop("between", ())
+    between = options.pop("between", tuple)
     return lambda: trained(
         lambda m, i, x, y: [m({"x": x, "y": y})["loss"] / outside],
-        Returning(*between, **options), lengths(*(batches or (6,) * 8)), steps=K,
+        Returning(*between(), **options), lengths(*(batches or (6,) * 8)), steps=K,
     )  # fmt: skip
 
 
@@ -245,7 +245,7 @@ FAULTY |= {
     "a_returned_loss_with_a_small_micro_batch": ("different mean_of_means", inside(6, 6, 6, 2, outside=K)),
     "divided_within_the_model_with_a_small_micro_batch": ("different mean_of_means", inside(6, 6, 6, 2, by=K)),
     "batch_norm_and_popped_labels": (
-        "different batch_norm", inside(outside=K, pops=True, between=(nn.BatchNorm1d(16), nn.ReLU())),
+        "different batch_norm", inside(outside=K, pops=True, between=lambda: (nn.BatchNorm1d(16), nn.ReLU())),
     ),
     "the_second_head_not_divided": (
         "different uneven", lambda: trained(lambda *a: both_heads(*a, by=(K, 1)), Heads(), steps=K),
