@@ -94,7 +94,8 @@ def test_the_table_and_the_dictionary(backend: str) -> None:
     sizes = dict(zip(PARTS, (2**21, 2**21, 2**21 + 12, 2**14, 0, 0), strict=True))
     assert json.loads(json.dumps(report.as_dict()))["formats"]["bf16 + split16, 8-bit states"] == {
         "tensors": 1, "elements": 2**20, **sizes, "total": sum(sizes.values()),
-        "bytes_per_element": sum(sizes.values()) / 2**20, "not_made_yet": 0, "kept_for_the_next_window": 0, "on_host": 0,
+        "bytes_per_element": sum(sizes.values()) / 2**20, "not_made_yet": 0, "kept_for_the_next_window": 0,
+        "on_host": 0,
     }  # fmt: skip
 
 
