@@ -349,6 +349,7 @@ class Engine:
         self.plans.release()
         habits, grad_dtypes, noise = self.window.habits, self.window.grad_dtypes, self.window.noise
         self.window = Window(habits=habits, grad_dtypes=grad_dtypes, noise=noise)  # the sums are freed here
+        del last  # and the plan's dense copies
         return_freed()
 
     # ---- the coefficient -------------------------------------------------------------------------------------------
