@@ -81,18 +81,21 @@ class MemoryWatch:
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
         if self._before is None:
-            self._before = _live_bytes()
+            self._before = live_bytes()
         yield
         if part in ("backward", "accumulate", "clip"):
-            self.peak_bytes = max(self.peak_bytes, _live_bytes() - self._before)
+            self.peak_bytes = max(self.peak_bytes, live_bytes() - self._before)
 
     def accumulation_inside_backward(self, model: nn.Module) -> None:
         pass
 
 
-def _live_bytes() -> int:
-    """What all floating-point tensors of this process hold, whoever owns them, so that none can be forgotten."""
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+def live_bytes() -> int:
+    """What all tensors of this process but integers of 64 bits hold, whoever owns them, so that none can be forgotten.
+
+    A tensor that wraps others has no storage; those that it wraps are found themselves.
+    """
+    tensors = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor.is_floating_point()]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.dtype != torch.int64]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

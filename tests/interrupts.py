@@ -25,6 +25,7 @@ class Interrupted:
 
     def __enter__(self) -> Interrupted:
         self.has_grad = torch.is_grad_enabled()
+        sys._getframe().f_trace_opcodes = True  # or Python 3.12 brings no instructions of the first frames
         sys.settrace(self._enter)
         return self
 

@@ -146,7 +146,7 @@ class Watch:
             report.notes.append("the model draws random numbers, as dropout does: the large batch would draw others")
         left = max((sum(not m.is_used for m in track.now.passes) for track in self.tracks), default=0)
         if left and is_whole and windows:
-            report.notes.append(f"{left} micro-batches after the last step: they are lost if no step follows the block")
+            report.notes.append(f"{left} micro-batches after the last step: they are lost if no step follows")
         report.notes += [error for track in self.tracks for error in track.errors]
         if self._calls.note and not all(step.is_decided for step in windows):
             report.notes.append(self._calls.note)

@@ -189,7 +189,7 @@ TRANSFORMS: dict[str, Callable[[Any, Tensor], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")  # torch calls it for these
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated")  # torch calls it for these
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_see_an_ordinary_layer(transform: str) -> None:
     net, x = Net("twice"), torch.randn(4, WIDTH)
