@@ -930,7 +930,11 @@ _loops(
     "scaled remainder_under_weighted,remainder_leaked",
     windows_of_any_length_divided_by_one=lambda: windows_of((4, 2, 4, 6), 4, steps=None),
 )
-_loops("scaled remainder_leaked", a_remainder_that_leaks_into_the_next_epoch=lambda: epochs(K + 1, zeroes=False))
+_loops(
+    "scaled remainder_leaked",
+    a_remainder_that_leaks_into_the_next_epoch=lambda: epochs(K + 1, zeroes=False),
+    remainders_that_leak_into_most_windows=lambda: windows_of((K, K + 2, K + 2), K, steps=None),
+)
 
 
 # ---- faults: weights -------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from accumfused.auditing.step import DIFFERENT, LOST, SCALED, UNKNOWN, Step, is_close
+from accumfused.auditing.step import DIFFERENT, EQUAL, LOST, SCALED, UNKNOWN, Step, is_close
 
 Hints = dict[str, str]  # names of causes, each with its evidence
 _UNEXPLAINED = 0.02  # of the step's gradient; sums in 16 bits stay below
@@ -141,8 +141,9 @@ def checked(ignore: Collection[str]) -> set[str]:
 
 
 def expected_of(windows: Sequence[Step]) -> int:
-    """The number of micro-batches in most windows."""
-    counts = Counter(step.arrived for step in windows if step.arrived)
+    """The number of micro-batches in most windows: of those that are the large batch, if there are any."""
+    some = [step for step in windows if step.verdict == EQUAL] or windows
+    counts = Counter(step.arrived for step in some if step.arrived)
     return max(counts, key=lambda count: (counts[count], count)) if counts else 1
 
 
