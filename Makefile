@@ -60,7 +60,7 @@ docs: $(VENV)/docs.stamp
 # docs/internals/gpu.md says what each stage does. OUT is the folder that some job systems bring back.
 GPU_MINUTES ?= 9.5
 GPU_REPORT ?= $(or $(OUT),build/gpu)
-GPU_STAGES := gpu-build gpu-smoke gpu-loops gpu-offload gpu-test gpu-versus gpu-probe gpu-sanitize gpu-lease
+GPU_STAGES := gpu-build gpu-smoke gpu-loops gpu-offload gpu-test gpu-versus gpu-probe gpu-sanitize gpu-finetune gpu-lease
 .PHONY: gpu $(GPU_STAGES)
 gpu $(GPU_STAGES):
 	PYTHON=$(PYTHON) OUT="$(GPU_REPORT)" GPU_MINUTES=$(GPU_MINUTES) bash bench/gpu/run.sh $(filter-out gpu,$(@:gpu-%=%)) $(ARGS)

@@ -15,6 +15,7 @@ import argparse
 import copy
 import gc
 import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -155,22 +156,31 @@ def schedule(updates: int) -> Callable[[int], float]:
 # ---- all recipes -----------------------------------------------------------------------------------------------------
 
 
-def held_bytes(model: GPT, recipe: Recipe, samples: list[Tensor]) -> int:
-    """The most that the tensors of two updates hold while a window is open; what backward() frees again is not in it."""
-    seen = [0]
+def most_bytes(model: GPT, recipe: Recipe, samples: list[Tensor]) -> tuple[int, int]:
+    """The most that tensors hold in two updates of an open window, and on a GPU the allocator's peak with activations.
+
+    The first is looked at after each backward(): what backward() frees again is in the second alone.
+    """
+    seen, peak = [0], 0
     gc.collect()  # what the recipe before has left
     before = live_bytes()  # the other copies of the model
+    allocated = torch.cuda.memory_allocated()  # 0 without a GPU
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     run = train(
         copy.deepcopy(model).to(recipe.dtype), recipe, windows(samples, 1), lambda _: 1.0,
         lambda: seen.append(live_bytes() - before),
     )  # fmt: skip
     for _ in range(2):  # the first one makes the states
         next(run)
-    return max(seen)
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated() - allocated
+    return max(seen), peak
 
 
 class Result(NamedTuple):
     bytes_per_parameter: float
+    peak_gb: float  # of the GPU's allocator; 0 without one
     seconds: list[float]  # of each update
     losses: list[float]  # on the validation samples: before the first update, and after every so many
 
@@ -183,8 +193,8 @@ def compare(size: str, device: str, pretraining: int, updates: int) -> tuple[dic
     count = sum(param.numel() for param in start.parameters())
     prose = [sample for sample in paragraphs(SAMPLE_BYTES) if len(sample) == SAMPLE_BYTES]
     samples, validation = code(SAMPLE_BYTES)
-    print(f"{count / 1e6:.1f}M parameters on {device}; prose {len(prose)} samples, code {len(samples)} + {len(validation)}")
-    first = train(start, RECIPES[IN_FP32], windows(prose, 0), lambda _: min(5.0, (_ + 1) / 4), lambda: None)
+    print(f"{count / 1e6:.1f}M parameters on {device}; samples: prose {len(prose)}, code {len(samples)}", flush=True)
+    first = train(start, RECIPES[IN_FP32], windows(prose, 0), lambda update: min(5.0, (update + 1) / 4), lambda: None)
     for _ in range(pretraining):
         next(first)
     first.close()
@@ -194,13 +204,13 @@ def compare(size: str, device: str, pretraining: int, updates: int) -> tuple[dic
     results, missing, models, runs = dict[str, Result](), dict[str, str](), {}, {}
     for name, recipe in RECIPES.items():
         try:
-            bytes_held = held_bytes(start, recipe, samples)
+            held, peak = most_bytes(start, recipe, samples)
         except Exception as error:
             missing[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
             continue
         models[name] = copy.deepcopy(start).to(recipe.dtype)
         runs[name] = train(models[name], recipe, windows(samples, 2), schedule(updates), lambda: None)
-        results[name] = Result(bytes_held / count, [], [validate(models[name], validation)])
+        results[name] = Result(held / count, peak / 1e9, [], [validate(models[name], validation)])
     for update in range(updates):
         for name in [*runs] if update % 2 else reversed([*runs]):  # none is always the first
             began = perf_counter()
@@ -217,13 +227,21 @@ def table(results: dict[str, Result], missing: dict[str, str]) -> str:
     """In Markdown."""
     reference = results[IN_FP32].losses[-1]
     stock = median(results[IN_BF16].seconds)
-    lines = ["| recipe | bytes a parameter | loss at the end | more than fp32 | s an update | of torch's bf16 |", "|---" * 6 + "|"]
-    for name, (held, seconds, losses) in results.items():
-        time = median(seconds)
-        lines.append(
-            f"| {name} | {held:.2f} | {losses[-1]:.4f} | {losses[-1] - reference:+.4f} | {time:.3f} | {time / stock:.3f} |"
-        )
-    lines += [f"| {name} | left out: {reason} | | | | |" for name, reason in missing.items()]
+    head = (
+        "recipe",
+        "bytes per parameter",
+        "peak, GB",
+        "loss at the end",
+        "above fp32",
+        "s per update",
+        "of torch's bf16",
+    )
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for name, (held, peak, seconds, losses) in results.items():
+        time, above = median(seconds), losses[-1] - reference
+        numbers = f"{losses[-1]:.4f} | {above:+.4f} | {time:.3f} | {time / stock:.3f}"
+        lines.append(f"| {name} | {held:.2f} | {f'{peak:.2f}' if peak else '-'} | {numbers} |")
+    lines += [f"| {name}: left out, {reason} {'| ' * len(head)}" for name, reason in missing.items()]
     return "\n".join(lines)
 
 
@@ -262,13 +280,13 @@ def main() -> int:
     parser.add_argument("--pretraining", type=int, default=150, help="updates on prose (default: %(default)s)")
     parser.add_argument("--updates", type=int, default=100, help="of each recipe (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="where the numbers go")
-    parser.add_argument("--picture", type=Path, help="where the picture goes; needs matplotlib")
+    parser.add_argument("--picture", type=Path, help="where the picture goes, if matplotlib is here")
     args = parser.parse_args()
     results, missing = compare(args.size, args.device, args.pretraining, args.updates)
     print(table(results, missing))
     if args.json:
         args.json.write_text(json.dumps({name: result._asdict() for name, result in results.items()}, indent=1))
-    if args.picture:
+    if args.picture and importlib.util.find_spec("matplotlib") is not None:
         draw(results, args.picture)
     return 0
 

@@ -18,7 +18,7 @@
 # in STAGES, where it is to run. What it measures is one Python file, run by "$PYTHON" -m bench.gpu.NAME.
 set -u
 
-STAGES="build:60 smoke:70 loops:60 offload:45 test:170 versus:70 probe:40 sanitize:100 lease:180"  # share of the time, in seconds
+STAGES="build:60 smoke:70 loops:60 offload:45 test:170 versus:70 probe:40 sanitize:100 finetune:75 lease:180"  # share of the time, in seconds
 # What `lease` compares with the tree as it is: NAME=FLAG,FLAG... for nvcc. Empty where nothing is open.
 export VARIANTS=${VARIANTS-ahead=-DACCUMFUSED_PREFETCH_AHEAD}
 
@@ -66,6 +66,12 @@ stage_test() {
 
 stage_versus() {
   "$PYTHON" -m bench.gpu.versus
+}
+
+stage_finetune() {  # loss, bytes and seconds of every recipe: 0.5B parameters
+  local size="--device cuda --size 500M --pretraining 10 --updates 20"
+  if [[ $DRY ]]; then size="--size tiny --pretraining 2 --updates 2"; fi
+  "$PYTHON" examples/finetune.py $size --json "$OUT/finetune.json" --picture "$OUT/finetune.png"
 }
 
 stage_probe() {
