@@ -85,7 +85,7 @@ def fuse(optimizer: torch.optim.Optimizer, **settings: Unpack[SettingArguments])
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"fuse() takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, FusedOptimizer):
-        raise TypeError(f"the optimizer is fused already ({type(optimizer).__name__})")
+        raise TypeError(f"the optimizer is fused already ({type(optimizer).__name__}): settings go to its constructor")
     if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         raise TypeError(f"{type(optimizer).__name__} wraps another optimizer; fuse that one, before it is wrapped")
     all_settings = chosen("fuse", **settings)
