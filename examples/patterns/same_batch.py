@@ -57,7 +57,10 @@ def main() -> dict[str, float]:
         optimizer.step()
         for way, loop in (("loss / N", taught), ("weights", here)):
             found[f"{name}, {way}"] = off(loop(targets, 2), truth, START)
-    print("B = 2, N = 4 beside B = 8, N = 1:", ", ".join(f"{value:.1e} with {way}" for way, value in found.items()))
+    print("update of 4 micro-batches of 2: error against one batch of 8")
+    print(f"{'samples of':12}{'loss / N':>10}{'weights':>10}")
+    for name in ("one length", "padding"):
+        print(f"{name:12}", *(f"{found[f'{name}, {way}']:10.1e}" for way in ("loss / N", "weights")), sep="")
     return found
 
 
