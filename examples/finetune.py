@@ -127,12 +127,12 @@ def train(
                 (loss / K).backward()
                 look()
             elif recipe.released:
-                optimizer.backward(loss)
+                optimizer.backward(loss, weight=1)  # the mean over micro-batches
                 look()
             else:
                 loss.backward()
                 look()
-                optimizer.accumulate()
+                optimizer.accumulate(weight=1)
         if not isinstance(optimizer, af.FusedOptimizer):
             torch.nn.utils.clip_grad_norm_(params, MAX_GRAD_NORM)
         optimizer.step()

@@ -57,10 +57,9 @@ def main() -> dict[str, float]:
         optimizer.step()
         for way, loop in (("loss / N", taught), ("weights", here)):
             found[f"{name}, {way}"] = off(loop(targets, 2), truth, START)
-    print("update of 4 micro-batches of 2: error against one batch of 8")
-    print(f"{'samples of':12}{'loss / N':>10}{'weights':>10}")
+    print(f"{'4 micro-batches of 2, off one batch of 8 by':44}{'loss / N':>10}{'weights':>10}")
     for name in ("one length", "padding"):
-        print(f"{name:12}", *(f"{found[f'{name}, {way}']:10.1e}" for way in ("loss / N", "weights")), sep="")
+        print(f"{name:44}", *(f"{found[f'{name}, {way}']:10.1e}" for way in ("loss / N", "weights")), sep="")
     return found
 
 

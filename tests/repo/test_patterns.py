@@ -153,7 +153,7 @@ def test_a_micro_batch_without_a_token_that_counts_is_nothing_whatever_the_form_
 
 
 @every_pattern
-def test_every_pattern_is_on_the_page_and_shows_its_pitfall_in_two_lines(name: str) -> None:
+def test_every_pattern_is_on_the_page_and_shows_its_pitfall_in_three_lines(name: str) -> None:
     linked = f"(../../examples/patterns/{name}.py)"
     assert any(linked in page.read_text() for page in PAGES.glob("guide/*.md"))
     docstring = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text()))
@@ -165,4 +165,4 @@ def test_every_pattern_is_on_the_page_and_shows_its_pitfall_in_two_lines(name: s
     assert len(rest) + 1 <= 6
     found, said = ran(name)
     assert {type(value) for value in found.values()} <= {float, int}
-    assert 1 <= len(said.splitlines()) <= 2
+    assert 1 <= len(said.splitlines()) <= 3
