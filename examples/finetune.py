@@ -259,7 +259,8 @@ def draw(results: dict[str, Result], file: Path) -> None:
     updates = [0, *range(VALIDATION_EVERY, len(results[IN_FP32].seconds) + VALIDATION_EVERY, VALIDATION_EVERY)]
     for name, result in results.items():
         above = [loss - fp32 for loss, fp32 in zip(result.losses, results[IN_FP32].losses, strict=True)]
-        left.plot(updates[: len(above)], above, color=colours[name], label=name, linewidth=2)
+        width = 6 if name in (IN_FP32, IN_BF16) else 2  # others lie on these
+        left.plot(updates[: len(above)], above, color=colours[name], label=name, linewidth=width)
     left.set(xlabel="update", title="validation loss above that of fp32 weights, nats per byte")
     left.legend(frameon=False, fontsize=8)
     names = [*results][::-1]
