@@ -138,5 +138,5 @@ if __name__ == "__main__":
     elif chosen.quick:
         main(layers=1, sizes=[1])
     else:
-        print("half an hour on two cores without bf16 instructions; --quick shows that all runs", flush=True)
+        print("about 50 minutes on two cores without bf16 instructions; --quick shows that all runs", flush=True)
         main(layers=LAYERS, sizes=[1, 64, 128])
