@@ -218,7 +218,14 @@ def of_weights(model: Any, x: Tensor) -> Tensor:
     return model(x).square().mean() * slopes[0].norm().item()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("loss", [second_order, of_weights])
+def of_a_transform(model: Any, x: Tensor) -> Tensor:
+    """An input that torch.func.grad has wrapped, and left."""
+    found: list[Tensor] = []
+    torch.func.grad(lambda x: found.append(x) or x.sum())(x.detach())  # type: ignore[func-returns-value]
+    return loss_of(model, found[0])
+
+
+@pytest.mark.parametrize("loss", [second_order, of_weights, of_a_transform])
 def test_gradients_that_somebody_else_takes_are_autograds(backend: str, loss: Loss) -> None:
     assert hold_to_fp64(Net("twice"), backend, (2, 3, 1), loss).fused == ["a", "b"]
 
