@@ -148,15 +148,16 @@ def expected_of(windows: Sequence[Step]) -> int:
 
 
 def hints(windows: Sequence[Step], steps: int | None) -> Hints:
-    """What explains the windows that are not the large batch, with the step and the evidence.
+    """What explains the windows that are not the large batch, with the step where it is worst, and the evidence.
 
     Args:
         steps: gradient_accumulation_steps; None: as in most windows.
     """
     found: Hints = {}
+    sizes: dict[str, float] = {}
     expected = steps or expected_of(windows)
     short = sum(step.arrived < expected for step in windows)
-    for index, step in enumerate(windows):
+    for index, step in enumerate(windows, 1):
         own: Hints = {}
         if "unread" in step.reasons and not step.is_decided:
             continue
@@ -165,7 +166,8 @@ def hints(windows: Sequence[Step], steps: int | None) -> Hints:
         elif step.verdict == SCALED:
             own = _of_size(step, expected, is_remainder=2 * short <= len(windows))
         for name, detail in own.items():
-            found.setdefault(name, f"step {index + 1}: {detail}")
+            if step.fits[0].difference > 1.01 * sizes.get(name, -1.0):  # of steps that differ alike, the first one
+                found[name], sizes[name] = f"step {index}: {detail}", step.fits[0].difference
     return found
 
 

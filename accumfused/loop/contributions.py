@@ -109,8 +109,8 @@ class Contributions:
         if self.optimizer._engine.window.in_progress is not None and weight is not None and not in_loss:
             raise RuntimeError(
                 "the gradients were folded during backward, before their weight was known; call "
-                "optimizer.backward(loss, weight) in place of loss.backward() and accumulate(weight). Those that are "
-                "here zero_grad() drops, and accumulate() takes as a plain sum"
+                "optimizer.backward(loss, weight) in place of loss.backward() and accumulate(weight). To drop these "
+                "gradients, call zero_grad(); accumulate() without a weight adds them as a plain sum"
             )
         self.follow()
         self.join_streams()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from audited_loops import LOOPS, K, WithLoss, dividing, end, ends, mean, net, once, returned, samples, watched
+from audited_loops import LOOPS, K, WithLoss, dividing, end, ends, mean, net, once, returned, samples, update, watched
 from inside import attached
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -291,6 +291,19 @@ def test_a_report_speaks_to_people_to_programs_and_to_the_eye(tmp_path: Path, mo
             report.picture(tmp_path / "shares.svg")
     report.picture(tmp_path / "shares.svg")
     assert "<svg" in (tmp_path / "shares.svg").read_text()
+
+
+def test_a_cause_is_shown_by_the_step_where_it_is_worst() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with af.audit.watch(model, optimizer) as report:
+        for sizes in ((8, 8), (8, 6), (8, 1), (8, 7)):
+            for size in sizes:
+                (model(torch.randn(size, 6)).square().mean() / len(sizes)).backward()
+            update(optimizer)
+    assert [cause.detail for cause in report.causes] == ["step 3: counts from 3 to 24"]
+    difference = [step.difference for step in report.steps]
+    assert max(difference) == difference[2]
 
 
 def test_a_block_without_steps_says_so() -> None:
