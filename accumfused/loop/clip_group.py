@@ -17,6 +17,7 @@ from accumfused.clip import check_limit
 from accumfused.core.norm import Measured, share
 from accumfused.core.protocol import Divisors
 from accumfused.core.window import Phase, refuse_stock_scaler
+from accumfused.eager import without_grad
 from accumfused.optimizer import FusedOptimizer, check_fused, hooks_before_step
 from accumfused.warn import warn_after_step
 
@@ -159,23 +160,28 @@ class ClipGroup:
                 loss = closure()
         self._refuse_shared()
         divisors = Divisors.of(self, normalizer, self.optimizers[0]._engine.scaler_divisors, is_shared=True)
-        with torch.no_grad():
-            members = list(zip(self.optimizers, self._measure(divisors), strict=True))
-            try:
-                for optimizer, measured in members:
-                    if measured is not None and optimizer._engine.counts_skips(divisors):
-                        measured.count()
-                    _finish(optimizer, measured)
-            except BaseException:
-                waiting = [optimizer for optimizer, part in members if part is not None and not part.is_made]
-                if len(waiting) < sum(part is not None for _, part in members):
-                    for optimizer in waiting:
-                        optimizer._engine.window.phase = Phase.BROKEN
-                raise
-            for optimizer in self.optimizers:  # an error in a hook finds all steps made
-                _run_post_hooks(optimizer)
-        warn_after_step(failure for _, part in members if part is not None for failure in part.failures)
+        parts = without_grad(self._step, divisors)
+        warn_after_step(failure for part in parts if part is not None for failure in part.failures)
         return loss
+
+    def _step(self, divisors: Divisors) -> list[Measured | None]:
+        """Steps all members, once all of them are measured."""
+        parts = self._measure(divisors)
+        members = list(zip(self.optimizers, parts, strict=True))
+        try:
+            for optimizer, measured in members:
+                if measured is not None and optimizer._engine.counts_skips(divisors):
+                    measured.count()
+                _finish(optimizer, measured)
+        except BaseException:
+            waiting = [optimizer for optimizer, part in members if part is not None and not part.is_made]
+            if len(waiting) < sum(part is not None for _, part in members):
+                for optimizer in waiting:
+                    optimizer._engine.window.phase = Phase.BROKEN
+            raise
+        for optimizer in self.optimizers:  # an error in a hook finds all steps made
+            _run_post_hooks(optimizer)
+        return parts
 
     def _measure(self, divisors: Divisors) -> list[Measured | None]:
         """Measures each member's gradients; the results hold the common coefficient."""

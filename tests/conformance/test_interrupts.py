@@ -10,7 +10,9 @@ import gc
 import itertools
 import random
 import signal
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import inside
@@ -200,3 +202,29 @@ def test_real_signals(request: pytest.FixtureRequest) -> None:
         gc.enable()
         torch.set_grad_enabled(True)  # a signal within torch's own no_grad() leaves it off
     assert came > 10
+
+
+@pytest.mark.parametrize("kind", ["one optimizer", "a group"])
+def test_no_call_of_a_loop_enters_torchs_no_grad(kind: str) -> None:
+    """A signal that comes within its __enter__ would leave autograd off for good."""
+    params = [torch.nn.Parameter(torch.ones(8)) for _ in range(2)]
+    optimizers = [af.AdamW([param]) for param in params]
+    group = af.ClipGroup(optimizers, max_grad_norm=1.0) if kind == "a group" else None
+    entered: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is torch.no_grad.__enter__.__code__:
+            entered.append(str(frame.f_back))
+
+    for is_measured in (False, True):  # the first calls make plans and states
+        for param in params:
+            param.grad = torch.ones(8)
+        sys.setprofile(note if is_measured else None)
+        try:
+            for optimizer in optimizers:
+                optimizer.accumulate()
+            for stepping in optimizers if group is None else [group]:
+                stepping.step()
+        finally:
+            sys.setprofile(None)
+    assert entered == []
