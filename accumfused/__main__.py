@@ -127,9 +127,9 @@ def parser() -> argparse.ArgumentParser:
     audit = commands.add_parser(
         "audit",
         help="say whether a script's updates are those of the large batch",
-        description="Runs a script unchanged, watches its first two steps, says whether they are those of the large "
+        description="Runs a script unchanged, watches its first steps, says whether they are those of the large "
         "batch,\nand ends it at once: none of its finally: blocks and atexit handlers runs.",
-        epilog="examples:\n  accumfused audit train.py --epochs 1\n"
+        epilog="examples:\n  accumfused audit train.py --epochs 1\n  accumfused audit --steps 50 train.py\n"
         "  accumfused audit --micro-batches 4 --ignore batch_norm train.py\n"
         "  accumfused audit --swap train.py\n  torchrun --nproc-per-node 2 -m accumfused audit train.py\n\n"
         "exit codes:\n  0  the large batch's update, or one whose other length has no fault that could be named\n"
@@ -153,7 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
     command = [given.script, *given.rest]
     if given.swap:
         sys.exit(swap.compare(command, PEERS))
-    sys.exit(script.watch_script(command, given.micro_batches, {*given.ignore}, given.picture))
+    sys.exit(script.watch_script(command, given.steps, given.micro_batches, {*given.ignore}, given.picture))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,10 @@ from accumfused.auditing.track import Track
 from accumfused.auditing.watching import Watch
 
 SOUND, FAULTY, CANNOT_TELL, FAILED = 0, 1, 3, 4  # exit codes; 2 is argparse's
-_WINDOWS, _MOST_WINDOWS = 2, 8
-_ENDED = "The script was ended here: its finally: blocks and atexit handlers did not run."
+_ENDED = (
+    "The script was ended here, after {} steps: what comes later, as an epoch's remainder, was not seen (--steps).\n"
+    "Its finally: blocks and atexit handlers did not run."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how many micro-batches belong to a step (default: as many as most steps have)",
     )  # fmt: skip
     parser.add_argument(
+        "--steps", type=_count, default=2, metavar="N",
+        help="how many steps to watch; the end of an epoch among them shows its remainder (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
         "--picture",
         default="accumfused-audit.png",
         help="where the picture goes: .png, .svg, .pdf (default: %(default)s)",
@@ -55,6 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("script", help="the training script; all that follows is for the script")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"a whole number >= 1, got {text}")
+    return number
 
 
 def run_script(command: list[str]) -> int:
@@ -97,8 +110,8 @@ def is_first() -> bool:
     return (dist.get_rank() if is_several else int(os.environ.get("RANK", "0"))) == 0
 
 
-def watch_script(command: list[str], steps: int | None, ignore: set[str], picture: str) -> int:
-    """Watches a script's first windows, reports, and ends it.
+def watch_script(command: list[str], watched: int, steps: int | None, ignore: set[str], picture: str) -> int:
+    """Watches a script's first windows, as many as `watched`, reports, and ends it.
 
     Returns:
         The exit code, where the script has come to its own end before.
@@ -121,9 +134,9 @@ def watch_script(command: list[str], steps: int | None, ignore: set[str], pictur
 
     def ended() -> None:
         counts = [len(track.windows) for track in watches[0].tracks]
-        if min(counts) >= _WINDOWS or max(counts) >= _MOST_WINDOWS:
+        if min(counts) >= watched or max(counts) >= 4 * watched:  # of optimizers that step more seldom
             watches[0].__exit__(SystemExit)
-            _tell(reports[0], picture, _ENDED)
+            _tell(reports[0], picture, _ENDED.format(max(counts)))
             leave(_code(reports[0]))
 
     with _optimizers(made):

@@ -170,7 +170,10 @@ class Engine:
     def _refuse_nothing(self, plan: Plan, *, in_loss: bool) -> None:
         """Refuses a micro-batch without gradients, unless fully_shard keeps them in the module (without its sync)."""
         if not (in_loss and plan.is_spread):
-            raise RuntimeError("there is no new gradient to accumulate; call loss.backward() before each accumulate()")
+            raise RuntimeError(
+                "there is no new gradient to accumulate; call loss.backward() before each accumulate() "
+                "(optimizer.backward() accumulates by itself)"
+            )
         if self.noise is not None:
             raise RuntimeError(
                 "fully_shard keeps the gradients of this micro-batch, and delivers them in a sum with others, "

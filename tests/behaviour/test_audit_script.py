@@ -99,7 +99,19 @@ def test_a_script_is_watched_for_two_windows_and_then_ends(path: str, division: 
     assert ("0.weight" in out) == (division == "1")
     assert "\npicture: accumfused-audit.png\n" in out
     assert Path("accumfused-audit.png").stat().st_size > 10_000
-    assert out.endswith("The script was ended here: its finally: blocks and atexit handlers did not run.\n")
+    assert "The script was ended here, after 2 steps: " in out
+    assert out.endswith("Its finally: blocks and atexit handlers did not run.\n")
+
+
+def test_a_fault_at_the_end_of_an_epoch_is_seen_by_those_who_watch_it(path: str) -> None:
+    Path(path).write_text(SCRIPT.replace("(i + 1) % 4", "(i % 10 + 1) % 4"))  # 10 micro-batches an epoch
+    assert audited(path, "4")[0] == 0
+    code, out = audited("--steps", "3", path, "4")
+    assert code == 1
+    assert "remainder_leaked (step 3: 6 micro-batches where 4 belong" in out
+    code, out = audited("--steps", "0", path, "4")
+    assert code == 2
+    assert "argument --steps: a whole number >= 1, got 0" in out
 
 
 def test_nothing_of_a_script_runs_after_its_end_so_that_no_file_is_written(path: str) -> None:
