@@ -48,6 +48,10 @@ class Habits:
         """Notes in which iterations of `windows` a window begins."""
         self._begun_in = self.iterations.copy()
 
+    def loaded(self) -> None:
+        """Notes that the window comes from a checkpoint: an iteration of `windows` goes on with it on purpose alone."""
+        self._begun_in = {object(): 0}
+
     def resumed(self) -> None:
         """Notes that the open window goes on in another iteration on purpose."""
         self._begun_in = {}
@@ -65,7 +69,7 @@ class Habits:
             return
         warn(
             "this micro-batch enters a window that an earlier iteration of windows() has left open (by a break, an "
-            "exception, or a continue before step()?), so the step will take micro-batches of both; call "
+            "exception, a continue before step(), a checkpoint?), so the step will take micro-batches of both; call "
             "optimizer.zero_grad() after such a loop, or optimizer.step(); if the window is to go on, "
             "windows(resumed=optimizer) completes it"
         )

@@ -451,8 +451,10 @@ class Window:
     @classmethod
     def resumed(cls, params: list[Tensor], sums: Grads, numbers: Sequence[float]) -> Window:
         """Makes an open window of a checkpoint's sums and numbers."""
+        habits = Habits()
+        habits.loaded()
         return cls(
-            Arena(len(params)), phase=Phase.OPEN, params=params, sums=Grads(sums),
+            Arena(len(params)), habits, phase=Phase.OPEN, params=params, sums=Grads(sums),
             is_measured=[False] * len(sums), lacking=sum(s is None for s in sums),
             weights=WindowWeights.resumed(numbers),
             rounds=any(s is not None and s.dtype is torch.bfloat16 for s in sums),

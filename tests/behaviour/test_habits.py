@@ -182,10 +182,24 @@ def test_a_window_that_is_to_go_on_or_has_ended_is_not_told(remedy: str) -> None
         saved = it.optimizer.state_dict()
         it.optimizer.zero_grad()
         it.optimizer.load_state_dict(saved)
+        options = {"resumed": it.optimizer}
     else:
         it.optimizer = copy.deepcopy(it.optimizer)
         it.param = it.optimizer.param_groups[0]["params"][0]
     assert told(lambda: it.phase(**options)) == []
+
+
+def test_a_checkpoints_window_is_told_when_a_loop_adds_to_it_without_resumed() -> None:
+    saved = Phases("auto")
+    saved.phase("break")
+    it = Phases("auto")
+    it.optimizer.load_state_dict(saved.optimizer.state_dict())
+    with pytest.warns(af.AccumulationWarning, match=LEFT_OPEN):
+        it.phase()
+    it = Phases("auto")
+    it.optimizer.load_state_dict(saved.optimizer.state_dict())
+    it.param.sum().backward()
+    assert told(lambda: it.optimizer.accumulate(weight=1)) == []  # a loop that counts for itself
 
 
 def test_loops_within_a_window_may_begin_and_end() -> None:
