@@ -21,6 +21,7 @@ from accumfused.core.protocol import Backend, Exchange, OwnStep, run
 from accumfused.core.window import Phase, Window
 from accumfused.distributed import exchange, groups
 from accumfused.distributed.wrapping import Wrappers
+from accumfused.eager import without_grad
 from accumfused.formats import kinds
 from accumfused.rules import Rule
 from accumfused.saving import checkpoint, full_precision, history
@@ -245,7 +246,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         Raises:
             TypeError, ValueError: not a model, or a model without a parameter of this optimizer.
         """
-        return full_precision.state_dict(self, model)
+        return without_grad(full_precision.state_dict, self, model)
 
     def load_full_precision_state_dict(
         self, model: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True
@@ -266,7 +267,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             TypeError, ValueError: as `full_precision_state_dict`; names or shapes do not fit. Nothing changes then.
             RuntimeError: a window is open.
         """
-        return full_precision.load_state_dict(self, model, state_dict, strict)
+        return without_grad(full_precision.load_state_dict, self, model, state_dict, strict)
 
     def __getstate__(self) -> dict[str, Any]:
         engine = self._engine

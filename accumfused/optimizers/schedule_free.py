@@ -21,6 +21,7 @@ from accumfused.core.norm import Measured
 from accumfused.core.plan import Plan
 from accumfused.core.protocol import Commit, Hypers, Number, Outcome, OwnStep, on_device, run
 from accumfused.core.rows import Grads
+from accumfused.eager import without_grad
 from accumfused.optimizer import FusedOptimizer
 from accumfused.optimizers.making import construct
 from accumfused.rules import Rule, Symbol, float32, power, sqrt, where
@@ -208,7 +209,7 @@ class ScheduleFree(FusedOptimizer):
             is_there = group["train_mode"] == train_mode
             left = params & moved if is_there else params - moved
             if left:
-                full_precision.rewrite(self, left, changed, moved.discard if is_there else moved.add)
+                without_grad(full_precision.rewrite, self, left, changed, moved.discard if is_there else moved.add)
             run([partial(moved.difference_update, params), partial(group.__setitem__, "train_mode", train_mode)])
 
     def _refuse_half_switched(self) -> None:

@@ -1,4 +1,7 @@
-"""A model's weights in fp32, from any format of the optimizer: to save, to evaluate, to change formats."""
+"""A model's weights in fp32, from any format of the optimizer: to save, to evaluate, to change formats.
+
+Callers take autograd off.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,6 @@ from accumfused.formats.numeric import ieee
 from accumfused.formats.shards import owned, shard_of
 
 
-@torch.no_grad()
 def state_dict(optimizer: Owner, model: Module) -> dict[str, Any]:
     """Makes the result of `FusedOptimizer.full_precision_state_dict`."""
     _check_model(optimizer, model)
@@ -37,7 +39,6 @@ def state_dict(optimizer: Owner, model: Module) -> dict[str, Any]:
     return saved
 
 
-@torch.no_grad()
 def load_state_dict(optimizer: Owner, model: Module, state_dict: Mapping[str, Any], strict: bool) -> Any:
     """Loads weights as `FusedOptimizer.load_full_precision_state_dict` says."""
     engine = optimizer._engine
@@ -73,7 +74,6 @@ def load_state_dict(optimizer: Owner, model: Module, state_dict: Mapping[str, An
     return result
 
 
-@torch.no_grad()
 def rewrite(
     optimizer: Owner,
     params: Container[int],
