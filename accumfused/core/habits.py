@@ -49,8 +49,8 @@ class Habits:
         self._begun_in = self.iterations.copy()
 
     def loaded(self) -> None:
-        """Notes that the window comes from a checkpoint: an iteration of `windows` goes on with it on purpose alone."""
-        self._begun_in = {object(): 0}
+        """Notes that the window comes from a checkpoint: later iterations of `windows` go on with it on purpose."""
+        self._begun_in = self.iterations.copy() or {object(): 0}
 
     def resumed(self) -> None:
         """Notes that the open window goes on in another iteration on purpose."""
