@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from typing import Any
@@ -159,7 +159,7 @@ class AuditReport:
 
     @property
     def _worst(self) -> StepFit:
-        return max(self.steps, key=lambda step: (WORST.index(step.verdict), step.difference))
+        return max(self.steps, key=_severity)
 
     def __str__(self) -> str:
         lines = [self.headline]
@@ -169,10 +169,11 @@ class AuditReport:
         for finding in self.causes:
             lines += ["", f"{finding.name} ({finding.detail})", f"  {finding.text}", f"  -> {finding.remedy}"]
         if self.verdict != UNKNOWN:
-            lines += ["", *_table("step", [(str(i), s.micro_batches, s) for i, s in enumerate(self.steps, 1)])]
+            rows = [(str(i), s.micro_batches, s) for i, s in _shown(enumerate(self.steps, 1))]
+            lines += ["", *_table("step", rows, len(self.steps))]
         if self.verdict in (SCALED, DIFFERENT):
             tensors = sorted(self._worst.tensors[1:], key=lambda tensor: -tensor.difference)
-            lines += ["", *_table("tensor", [(tensor.name, "", tensor) for tensor in tensors])]
+            lines += ["", *_table("tensor", [(each.name, "", each) for each in tensors[:_SHOWN]], len(tensors))]
         return "\n".join([*lines, *([""] if self.notes else []), *self.notes])
 
     def picture(self, path: str | PathLike[str]) -> None:
@@ -191,11 +192,12 @@ class AuditReport:
                 f"picture() draws with matplotlib, which does not load: {error}; pip install matplotlib"
             ) from error
         drawing = module.Figure(figsize=(7, 3.9), layout="constrained")
-        axes, start, steps = drawing.subplots(), 0, [each for each in self.steps if each.is_judged][:_SHOWN]
-        bars = sum(len(step.shares) for step in steps)
+        axes, start = drawing.subplots(), 0
+        shown = _shown((i, each) for i, each in enumerate(self.steps, 1) if each.is_judged)
+        bars = sum(len(step.shares) for _, step in shown)
         digits = 2 if 2 * bars <= _LABELS else 1
-        highest = max([1.0, *(abs(share) for step in steps for share in step.shares)])
-        for index, step in enumerate(steps, 1):
+        highest = max([1.0, *(abs(share) for _, step in shown for share in step.shares)])
+        for index, step in shown:
             shares, color = [abs(share) for share in step.shares], _COLORS[step.verdict]
             axes.bar(range(start, start + len(shares)), shares, width=0.86, color=color)
             axes.text(
@@ -207,7 +209,7 @@ class AuditReport:
                 look = {"va": "bottom", "color": color} if is_low else {"va": "top", "color": "white"}
                 axes.text(place, height, f"{round(share, digits):g}", ha="center", fontsize=12, **look)
             start += len(shares) + 1
-        if steps:
+        if shown:
             axes.plot([-0.43, start - 1.4], [1.0, 1.0], color="0.2", linestyle=(0, (4, 3)), linewidth=1.3)
             axes.text(start - 1.2, 1.0, "large batch", va="center", fontsize=12, color="0.2")
             axes.set(xlim=(-0.43, start - 1.2), ylim=(-0.1 * highest, 1.02 * highest))
@@ -222,6 +224,18 @@ class AuditReport:
         drawing.savefig(path, dpi=200)
 
 
+def _severity(step: StepFit) -> tuple[int, float]:
+    return WORST.index(step.verdict), step.difference
+
+
+def _shown(numbered: Iterable[tuple[int, StepFit]]) -> list[tuple[int, StepFit]]:
+    """The first of these steps; the last place is the worst one's, if that comes later and differs."""
+    steps = list(numbered)
+    first, later = steps[:_SHOWN], steps[_SHOWN:]
+    worst = max(steps, key=lambda pair: _severity(pair[1]), default=None)
+    return [*first[:-1], worst] if worst in later and worst[1].verdict != EQUAL else first
+
+
 def _percent(size: float) -> str:
     if 0 < size < 1e-4:
         return "< 0.01%"
@@ -230,12 +244,12 @@ def _percent(size: float) -> str:
     return f"{size:.2g} times"
 
 
-def _table(title: str, rows: Sequence[tuple[str, Any, Any]]) -> list[str]:
+def _table(title: str, rows: Sequence[tuple[str, Any, Any]], count: int) -> list[str]:
     cells = [[title, "micro-batches" if title == "step" else "", "times", "off by"]]
-    for name, count, fit in rows[:_SHOWN]:
+    for name, micro_batches, fit in rows:
         is_judged = getattr(fit, "verdict", "") != UNKNOWN
         numbers = [f"{fit.factor:.4g}", _percent(fit.difference)] if is_judged else ["?", "?"]
-        cells.append([name, str(count), *numbers])
+        cells.append([name, str(micro_batches), *numbers])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]
-    return [*lines, f"... and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else lines
+    return [*lines, f"... and {count - len(rows)} more"] if count > len(rows) else lines

@@ -30,8 +30,8 @@ from accumfused.auditing.watching import Watch
 
 SOUND, FAULTY, CANNOT_TELL, FAILED = 0, 1, 3, 4  # exit codes; 2 is argparse's
 _ENDED = (
-    "The script was ended here, after {} steps: what comes later, as an epoch's remainder, was not seen (--steps).\n"
-    "Its finally: blocks and atexit handlers did not run."
+    "The script was ended here, after {} steps: what comes later, such as an epoch's remainder, was not seen (see "
+    "--steps).\nIts finally: blocks and atexit handlers did not run."
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -293,17 +294,22 @@ def test_a_report_speaks_to_people_to_programs_and_to_the_eye(tmp_path: Path, mo
     assert "<svg" in (tmp_path / "shares.svg").read_text()
 
 
-def test_a_cause_is_shown_by_the_step_where_it_is_worst() -> None:
+def test_a_cause_is_shown_by_the_step_where_it_is_worst(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with af.audit.watch(model, optimizer) as report:
-        for sizes in ((8, 8), (8, 6), (8, 1), (8, 7)):
+        for sizes in ((8, 8), (8, 6), (8, 7), *[(8, 8)] * 9, (8, 1)):
             for size in sizes:
                 (model(torch.randn(size, 6)).square().mean() / len(sizes)).backward()
             update(optimizer)
-    assert [cause.detail for cause in report.causes] == ["step 3: counts from 3 to 24"]
+    assert [cause.detail for cause in report.causes] == ["step 13: counts from 3 to 24"]
     difference = [step.difference for step in report.steps]
-    assert max(difference) == difference[2]
+    assert max(difference) == difference[-1]
+    table = str(report).split("\n\n")[2].splitlines()
+    assert [line.split()[0] for line in table] == ["step", *"1234567", "13", "..."]
+    assert table[-1] == "... and 5 more"
+    report.picture(tmp_path / "shares.svg")
+    assert "step 13" in re.sub(r"\s+", " ", (tmp_path / "shares.svg").read_text())
 
 
 def test_a_block_without_steps_says_so() -> None:
